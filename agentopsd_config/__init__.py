@@ -1,0 +1,1 @@
+"""Hydra configuration of AgentOPSD; composed on top of verl's own ``ppo_trainer``."""
