@@ -1,0 +1,1 @@
+"""Skill texts: the bank that finds them, where they go in a prompt, and the check that they are absent from one."""
