@@ -1,0 +1,230 @@
+"""The sections ``agentopsd`` and ``env``: typed, validated before Ray starts, with the key and the remedy in each message.
+
+Everything else in the configuration is verl's and is checked by verl's own ``validate_config``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.agentopsd.credit import CreditConfig
+
+METHODS = ("agentopsd", "grpo")
+TEACHER_SOURCES = ("self",)
+SKILL_POSITIONS = ("system", "user")
+ON_MISSING_SKILL = ("error", "general")
+BACKENDS = ("exact", "textworld")
+PROMPT_STYLES = ("full", "compact")
+ACTION_FORMATS = ("tagged", "plain")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the key, the value and what to do."""
+
+
+def register_resolvers() -> None:
+    """``${sum:a,b}`` adds integers; ``${tiny_model:}`` is the folder of the shipped model."""
+    OmegaConf.register_new_resolver("sum", lambda *terms: sum(int(term) for term in terms), replace=True)
+    OmegaConf.register_new_resolver("tiny_model", lambda: str(TINY_MODEL), replace=True)
+
+
+TINY_MODEL = Path(__file__).parent / "models" / "tiny_alfworld"
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """Who rescores the response tokens, and with which text in the prompt."""
+
+    source: str = "self"
+    skills: str = "alfworld"
+    skill_position: str = "system"
+    on_missing_skill: str = "error"
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """The part of ``env`` that every environment shares; the environment reads its own keys from the same section."""
+
+    name: str
+    max_turns: int
+    max_action_tokens: int
+    seed: int
+    max_concurrent_episodes: int
+    min_valid_episodes: int
+    success_reward: float
+    episode_timeout: float
+
+
+def method_of(config: DictConfig) -> str:
+    """``agentopsd`` or ``grpo``: what ``algorithm.adv_estimator`` asked for."""
+    return str(config.algorithm.adv_estimator)
+
+
+def credit_config(config: DictConfig) -> CreditConfig:
+    """The section ``agentopsd`` as the credit rule takes it (``lambda`` is a keyword in Python: ``lam``)."""
+    section = OmegaConf.to_container(config.agentopsd, resolve=True)
+    assert isinstance(section, dict)
+    names = {field.name for field in fields(CreditConfig)}
+    values = {("lam" if key == "lambda" else key): value for key, value in section.items()}
+    return CreditConfig(**{key: value for key, value in values.items() if key in names})
+
+
+def teacher_config(config: DictConfig) -> TeacherConfig:
+    return TeacherConfig(**_pick(config.agentopsd.teacher, TeacherConfig))
+
+
+def env_section(config: DictConfig) -> dict[str, Any]:
+    """The section ``env`` as a plain dictionary."""
+    section = OmegaConf.to_container(config.env, resolve=True)
+    assert isinstance(section, dict)
+    return {str(key): value for key, value in section.items()}
+
+
+def env_config(config: DictConfig) -> EnvConfig:
+    return EnvConfig(**_pick(config.env, EnvConfig))
+
+
+def _pick(section: DictConfig, target: type) -> dict[str, Any]:
+    return {field.name: section[field.name] for field in fields(target) if field.name in section}
+
+
+def validate(config: DictConfig) -> None:
+    """Refuses settings that cannot work, before anything is started.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    problems = [*_method_problems(config), *_env_problems(config), *_batch_problems(config), *_length_problems(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _method_problems(config: DictConfig) -> list[str]:
+    section = config.agentopsd
+    checks = [
+        _choice("algorithm.adv_estimator", config.algorithm.adv_estimator, METHODS),
+        _number("agentopsd.lambda", section["lambda"], 0, 1),
+        _number("agentopsd.gamma", section.gamma, 0, 1),
+        _number("agentopsd.bound", section.bound, 0, 1),
+        _number("agentopsd.eps", section.eps, 0, 0.5, open_low=True),
+        _choice("agentopsd.granularity", section.granularity, ("turn", "token")),
+        _choice("agentopsd.direction", section.direction, ("signed", "magnitude")),
+        _choice("agentopsd.evidence", section.evidence, ("raw", "clip", "centered", "zscore", "token_mean")),
+        _number("agentopsd.warmdown_steps", section.warmdown_steps, 0, None, whole=True),
+        _boolean("agentopsd.recursion", section.recursion),
+        None if section.prior == "group" else _number("agentopsd.prior", section.prior, 0, 1, open_low=True, open_high=True),
+        _choice("agentopsd.teacher.source", section.teacher.source, TEACHER_SOURCES),
+        _choice("agentopsd.teacher.skill_position", section.teacher.skill_position, SKILL_POSITIONS),
+        _choice("agentopsd.teacher.on_missing_skill", section.teacher.on_missing_skill, ON_MISSING_SKILL),
+    ]
+    return [problem for problem in checks if problem]
+
+
+def _env_problems(config: DictConfig) -> list[str]:
+    section = config.env
+    checks = [
+        _number("env.max_turns", section.max_turns, 1, None, whole=True),
+        _number("env.max_action_tokens", section.max_action_tokens, 1, None, whole=True),
+        _number("env.max_concurrent_episodes", section.max_concurrent_episodes, 1, None, whole=True),
+        _number("env.min_valid_episodes", section.min_valid_episodes, 2, None, whole=True),
+        _number("env.success_reward", section.success_reward, 0, None, open_low=True),
+        _number("env.episode_timeout", section.episode_timeout, 0, None, open_low=True),
+        _number("env.seed", section.seed, 0, None, whole=True),
+        _choice("env.backend", section.get("backend", "exact"), BACKENDS),
+        _choice("env.prompt_style", section.get("prompt_style", "full"), PROMPT_STYLES),
+        _choice("env.action_format", section.get("action_format", "tagged"), ACTION_FORMATS),
+    ]
+    return [problem for problem in checks if problem]
+
+
+def _batch_problems(config: DictConfig) -> list[str]:
+    group = config.actor_rollout_ref.rollout.n
+    games, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    problems = []
+    if not isinstance(group, int) or group < 2:
+        problems.append(
+            f"actor_rollout_ref.rollout.n={group}: a group of one has no advantage; use at least 2 (the paper: 8)"
+        )
+    if games % mini:
+        problems.append(
+            f"data.train_batch_size={games} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
+            f"one update needs whole mini-batches (both count games, each with {group} episodes)"
+        )
+    return problems
+
+
+def _length_problems(config: DictConfig) -> list[str]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    total = data.max_prompt_length + data.max_response_length
+    problems = []
+    if config.env.max_action_tokens > data.max_response_length:
+        problems.append(
+            f"env.max_action_tokens={config.env.max_action_tokens} exceeds data.max_response_length="
+            f"{data.max_response_length}: not even one answer fits; raise the latter"
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len < total:
+        problems.append(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} < data.max_prompt_length "
+            f"{data.max_prompt_length} + data.max_response_length {data.max_response_length} = {total}: raise it to {total}"
+        )
+    return problems
+
+
+def _choice(key: str, value: Any, known: tuple[str, ...]) -> str | None:
+    if value in known:
+        return None
+    close = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{key}={value}: must be one of {', '.join(known)}{hint}"
+
+
+def _boolean(key: str, value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"{key}={value}: must be true or false"
+
+
+def _number(
+    key: str,
+    value: Any,
+    low: float | None,
+    high: float | None,
+    *,
+    whole: bool = False,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> str | None:
+    kind = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return f"{key}={value}: must be {kind}"
+    below = low is not None and (value <= low if open_low else value < low)
+    above = high is not None and (value >= high if open_high else value > high)
+    if not (below or above) and value == value:
+        return None
+    left = f"greater than {low}" if open_low else f"at least {low}"
+    right = f"less than {high}" if open_high else f"at most {high}"
+    bounds = [text for text, bound in ((left, low), (right, high)) if bound is not None]
+    return f"{key}={value}: must be {kind}, {' and '.join(bounds)}"
+
+
+def known_keys(config: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """Every dotted key of a nested mapping, sections included."""
+    keys: list[str] = []
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        keys.append(path)
+        if isinstance(value, Mapping):
+            keys.extend(known_keys(value, f"{path}."))
+    return keys
+
+
+def suggest(unknown: str, config: Mapping[Any, Any]) -> str | None:
+    """The known key that is closest to ``unknown``, or None."""
+    keys = known_keys(config)
+    ends = [key for key in keys if key.rsplit(".", 1)[-1] == unknown.rsplit(".", 1)[-1]]
+    close = difflib.get_close_matches(unknown, keys, n=1, cutoff=0.75) or ends[:1]
+    return close[0] if close else None

@@ -1,0 +1,62 @@
+"""verl's replay buffer with three differences: it polls fast, it gives up, and its order does not depend on timing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+
+class RolloutStalled(RuntimeError):
+    """No episode finished within the limit."""
+
+
+class EpisodeBuffer(ReplayBuffer):
+    """Named in ``trainer.v1.sampler.custom_sampler``.
+
+    ``sampler_kwargs.poll_seconds`` replaces upstream's two seconds; ``sampler_kwargs.limit_seconds`` bounds the time
+    without any progress. Upstream lists episodes as they arrive; here they are sorted by (game, episode), so that the
+    batch is the same whichever episode ended first (I12).
+    """
+
+    def __init__(self, **kwargs: Any):
+        options = kwargs["sampler_kwargs"] or {}
+        self.limit_seconds = float(options.get("limit_seconds", 1800))
+        super().__init__(poll_interval=float(options.get("poll_seconds", 0.05)), **kwargs)
+        self._progress: tuple[int, int, int] | None = None
+        self._since = time.monotonic()
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        self._progress, self._since = None, time.monotonic()
+        return super().sample(*args, **kwargs)
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        progress = (
+            len(self.partitions[partition_id]),
+            len(self.finished_keys[partition_id]),
+            len(self.failure_keys[partition_id]),
+        )
+        if progress != self._progress:
+            self._progress, self._since = progress, time.monotonic()
+        if time.monotonic() - self._since > self.limit_seconds:
+            raise RolloutStalled(
+                f"no episode finished for {self.limit_seconds:.0f} s ({progress[0]} episodes are there, "
+                f"{len(self.running_keys[partition_id])} games running, {len(self.pending_keys[partition_id])} waiting). "
+                "Raise limits.rollout if episodes are that long, or look at the worker logs for a dead engine."
+            )
+        return super()._wait_for_next_poll(partition_id, last_debug_time)
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
+    ) -> KVBatchMeta:
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+        batch.reorder(sorted(range(len(batch)), key=lambda i: episode_order(batch.keys[i])))
+        return batch
+
+
+def episode_order(key: str) -> tuple[str, int, int]:
+    """Sort key of ``{uid}_{session}_{output}``."""
+    uid, session, output = key.rsplit("_", 2)
+    return uid, int(session), int(output)

@@ -1,0 +1,127 @@
+"""What a run tells its user: metrics.jsonl, one line per update on the screen, and a curve that is redrawn as it goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+def plain_number(value: Any) -> float | None:
+    """A finite float, or None for what JSON cannot hold as a number."""
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class RunLog:
+    """Stands in for verl's ``Tracking`` (which still gets every metric) and adds the run directory's own files.
+
+    Args:
+        tracking: verl's logger with the backends of ``trainer.logger``.
+        run_dir: gets ``metrics.jsonl`` (one ``{"step": n, "data": {...}}`` per line) and ``success_curve.png``.
+        total_steps: number of updates, for the progress bar.
+        first_step: the last finished update; lines after it, left by an interrupted run, are dropped.
+    """
+
+    def __init__(self, tracking: Any, run_dir: Path, total_steps: int, first_step: int):
+        self.tracking = tracking
+        self.run_dir = run_dir
+        self.path = run_dir / "metrics.jsonl"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._drop_after(first_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._started = time.perf_counter()
+        self.console = Console()
+        self._bar = Progress(
+            TextColumn("[bold]updates"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[success]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("updates", total=total_steps, completed=first_step, success="")
+        self._bar.start()
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        """Writes one step's metrics everywhere."""
+        self.tracking.log(data=data, step=step)
+        numeric = {key: number for key, value in data.items() if (number := plain_number(value)) is not None}
+        self._file.write(json.dumps({"step": step, "data": numeric}) + "\n")
+        self._file.flush()
+        self.console.print(summary_line(step, numeric), highlight=False)
+        success = numeric.get("group/success_rate")
+        self._bar.update(
+            self._task, completed=step, success="" if success is None else f"rollout success {success:.0%}"
+        )
+        if "val/success_rate" in numeric:
+            self._draw()
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Closes the files and the progress bar; called by the runner at the end, whatever happened."""
+        self._bar.stop()
+        self._draw()
+        self._file.close()
+        self.tracking.finish(exit_code=exit_code)
+
+    def _draw(self) -> None:
+        from verl.agentopsd.evaluation.plots import success_curve
+
+        try:
+            success_curve(self.run_dir)
+        except Exception as error:  # a picture must not end a run
+            logger.warning("success_curve.png was not drawn: %s", error)
+
+    def _drop_after(self, step: int) -> None:
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= step]  # type: ignore[operator]
+        if len(kept) < len(lines):
+            self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def summary_line(step: int, data: dict[str, float]) -> str:
+    """The numbers a person follows, in one line."""
+    parts = [f"update {step:4d}" if "group/success_rate" in data else f"after update {step:4d}"]
+
+    def add(label: str, key: str, form: str) -> None:
+        if key in data:
+            parts.append(f"{label} {data[key]:{form}}")
+
+    add("success", "group/success_rate", ".3f")
+    add("turns", "env/turns_mean", ".1f")
+    add("invalid", "env/invalid_frac", ".3f")
+    add("zero-adv", "group/zero_adv_frac", ".2f")
+    add("|gap|", "teacher/gap_abs_mean", ".3f")
+    add("saturated", "credit/saturated_frac", ".2f")
+    add("validation success", "val/success_rate", ".3f")
+    add("n", "val/episodes", ".0f")
+    if "timing_s/step" in data:
+        stages = {"gen": "gen", "old_log_prob": "old", "ref": "ref", "adv": "adv", "update_actor": "update", "update_weights": "sync"}
+        shares = " ".join(f"{name} {data[f'timing_s/{key}']:.1f}" for key, name in stages.items() if f"timing_s/{key}" in data)
+        parts.append(f"{data['timing_s/step']:.1f} s ({shares})")
+    return "  ".join(parts)

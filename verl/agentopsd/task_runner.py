@@ -1,0 +1,141 @@
+"""Runs one training from a checked configuration: Ray, transfer queue, trainer, and the clean end of all of them.
+
+verl's own runner is a Ray actor; ours runs in the driver process: one process less to start, Ctrl-C and errors arrive
+where the user is, and the progress bar has a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl.agentopsd.watchdog import kill_children
+
+logger = logging.getLogger(__name__)
+
+
+class ResourceError(RuntimeError):
+    """The Ray cluster cannot hold this run."""
+
+
+def run(config: DictConfig, environment: dict[str, str]) -> None:
+    """Trains until ``trainer.total_training_steps``; leaves no process behind, however it ends.
+
+    Args:
+        config: composed, validated; resolved here.
+        environment: variables that every worker process must have.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    import ray
+
+    own_cluster = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+    try:
+        start_ray(config, environment)
+        _train(config)
+    finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if own_cluster:
+            kill_children()
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt(f"signal {signal.Signals(signum).name}")
+
+
+def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
+    """Starts or joins Ray with verl's runtime environment and ours, then checks that the run fits.
+
+    Raises:
+        ResourceError: with the arithmetic.
+    """
+    import ray
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    if not ray.is_initialized():
+        defaults = get_ppo_ray_runtime_env(config)
+        defaults.setdefault("env_vars", {}).update({"TRANSFER_QUEUE_ENABLE": "1", **environment})
+        options = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+        assert isinstance(options, dict)
+        given = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}
+        given["env_vars"] = {**defaults.pop("env_vars"), **given.get("env_vars", {})}
+        if os.environ.get("RAY_ADDRESS"):
+            # a running cluster has its own resources
+            options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
+        ray.init(**{str(k): v for k, v in options.items()}, runtime_env={**defaults, **given}, logging_level=logging.WARNING)
+    needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    available = int(ray.cluster_resources().get("GPU", 0))
+    if available < needed:
+        raise ResourceError(
+            f"the run needs {needed} GPUs (trainer.nnodes {config.trainer.nnodes} × trainer.n_gpus_per_node "
+            f"{config.trainer.n_gpus_per_node}) but the Ray cluster has {available}: lower them, add nodes, or stop the "
+            "running cluster (ray stop) and unset RAY_ADDRESS to start a local one"
+        )
+
+
+def _train(config: DictConfig) -> None:
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+
+    from verl.agentopsd.trainer import AgentOPSDTrainer
+
+    with open_dict(config):
+        config.transfer_queue.enable = True
+    OmegaConf.resolve(config)
+    write_run_files(config)
+    tq.init(config.transfer_queue)
+    trainer, finished = None, False
+    try:
+        trainer = AgentOPSDTrainer(config)
+        trainer.init()
+        agent_loops = AgentLoopManagerTQ.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=None,
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        trainer.fit(agent_loops)
+        finished = True
+    finally:
+        if trainer is not None and trainer.logger is not None:
+            trainer.logger.finish(exit_code=0 if finished else 1)
+        with contextlib.suppress(Exception):
+            tq.close()
+
+
+def write_run_files(config: DictConfig) -> None:
+    """The resolved configuration and what it ran on, in the run directory."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
+    (run_dir / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers, and the git revision when there is one."""
+    import importlib.metadata
+    import platform
+    import subprocess
+
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in ("verl-agentopsd", "verl", "vllm", "torch", "ray", "transformers", "tensordict", "TransferQueue"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        found["git"] = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    found["argv"] = " ".join(sys.argv[1:])
+    return found

@@ -1,0 +1,312 @@
+"""verl's synchronous trainer with turn-level credit: the only file that touches verl's training loop.
+
+One update, in verl's order: rollout → old log-probs → (reference) → **advantage** → policy update → weight sync. Only the
+advantage stage differs: after verl's base estimator has given every trajectory its advantage A, the teacher rescores the
+trajectories with A ≠ 0 and the credit rule spreads A over their turns (DESIGN §3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf, open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+
+from verl.agentopsd import metrics as step_metrics
+from verl.agentopsd.config import credit_config, env_config, env_section, method_of, teacher_config
+from verl.agentopsd.credit import Credit, agentopsd_credit, group_success_rate
+from verl.agentopsd.envs.base import make_family
+from verl.agentopsd.episodes import Episode, is_padding, padded, read_episodes, read_facts, real_rows
+from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter, episode_record
+from verl.agentopsd.evaluation.summary import summarize
+from verl.agentopsd.rollout.chat import ChatFormat
+from verl.agentopsd.run_log import RunLog
+from verl.agentopsd.skills.bank import SkillBank
+from verl.agentopsd.teacher import TeacherPolicy
+from verl.agentopsd.watchdog import stage
+
+
+class RolloutFailed(RuntimeError):
+    """Episodes are missing although their games are reported as over."""
+
+
+@register_trainer("agentopsd")
+class AgentOPSDTrainer(PPOTrainerSync):
+    """``trainer.v1.trainer_mode=agentopsd``; ``algorithm.adv_estimator`` chooses ``agentopsd`` or ``grpo``."""
+
+    def __init__(self, config: DictConfig):
+        self.method = method_of(config)
+        self.run_dir = Path(config.run_dir)
+        with open_dict(config):
+            # any other mode name selects upstream's asynchronous replay buffer
+            config.trainer.v1.trainer_mode = "sync"
+            # upstream's advantage stage computes A; ours continues from there
+            config.algorithm.adv_estimator = config.agentopsd.base_estimator
+            # upstream calls _log_rollout_data only when a folder is named
+            config.trainer.rollout_data_dir = str(self.run_dir / "rollouts")
+        super().__init__(config)
+        self.credit_rule = credit_config(config)
+        self.env = env_config(config)
+        self._tracking: RunLog | None = None
+        self._credited: dict[str, CreditedEpisode] = {}
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        with self._limited("start"):
+            super()._setup()
+        self.chat = ChatFormat(self.tokenizer, self._template_kwargs())
+        self.teacher = self._build_teacher() if self.method == "agentopsd" else None
+
+    def on_init_end(self) -> None:
+        with self._limited("weight_sync"):
+            super().on_init_end()
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        return dict(OmegaConf.to_container(self.config.data.get("apply_chat_template_kwargs", {}), resolve=True) or {})
+
+    def _build_teacher(self) -> TeacherPolicy:
+        settings = teacher_config(self.config)
+        family = make_family(env_section(self.config))
+        rollout = self.config.actor_rollout_ref.rollout
+        return TeacherPolicy(
+            config=settings,
+            chat=self.chat,
+            bank=SkillBank.load(settings.skills, family.task_types, on_missing=settings.on_missing_skill),
+            compute_log_prob=self.actor_rollout_wg.compute_log_prob,
+            temperature=rollout.temperature,
+            max_length=self._longest_row(),
+            row_multiple=self._row_multiple(),
+        )
+
+    def _longest_row(self) -> int:
+        """Tokens that one row of the training engine may have."""
+        actor = self.config.actor_rollout_ref.actor
+        limits = [getattr(self.chat.tokenizer, "model_max_length", None)]
+        if actor.use_dynamic_bsz:
+            limits.append(self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
+        return min(int(limit) for limit in limits if limit)
+
+    def _row_multiple(self) -> int:
+        rollout = self.config.actor_rollout_ref.rollout
+        ranks = self.config.trainer.n_gpus_per_node * self.config.trainer.nnodes
+        sequence_parallel = self.config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        data_parallel = max(1, ranks // sequence_parallel)
+        return data_parallel * (1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu)
+
+    # -- what a run writes ---------------------------------------------------------------------------------------
+
+    @property
+    def logger(self) -> RunLog | None:
+        return self._tracking
+
+    @logger.setter
+    def logger(self, tracking: Any) -> None:
+        """Upstream assigns its Tracking here once training starts; ours writes metrics.jsonl and the progress beside it."""
+        self._tracking = RunLog(tracking, self.run_dir, self.total_training_steps, first_step=self.global_steps)
+
+    # -- rollout -------------------------------------------------------------------------------------------------
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        """Names games by update and position instead of at random: keys, and so the order of rows, repeat (I12)."""
+        batch = super()._fetch_one_gen_batch()
+        uids = [f"{self.global_steps:06d}-{index:04d}" for index in range(len(batch))]
+        batch["uid"] = tu.get_tensordict({"uid": uids})["uid"]
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        expected = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        if len(batch) != expected:
+            raise RolloutFailed(
+                f"update {self.global_steps}: {len(batch)} of {expected} episodes arrived; the rollout engine or an "
+                "agent-loop worker failed. Its error is in the worker logs (ray_kwargs.ray_init.log_to_driver=true shows them)."
+            )
+        return super()._balance_batch(batch, *args, **kwargs)
+
+    # -- advantage -----------------------------------------------------------------------------------------------
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        episodes = read_episodes(real_rows(batch))
+        advantages = self._base_advantages(batch, episodes, metrics)
+        token_advantages, credit, gaps = self._credit(episodes, advantages, metrics)
+        self._write_advantages(batch, episodes, token_advantages)
+        self._credited = credited_episodes(episodes, advantages, token_advantages, credit, gaps)
+        metrics.update(self._episode_metrics(episodes, advantages, credit, gaps))
+        return batch
+
+    def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> torch.Tensor:
+        """(N,) A per episode from verl's estimator, over valid episodes only (I9); 0 for the others."""
+        groups: dict[str, list[Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(episode)
+        usable = [
+            episode.key
+            for members in groups.values()
+            if sum(member.valid for member in members) >= self.env.min_valid_episodes
+            for episode in members
+            if episode.valid
+        ]
+        metrics["group/dropped"] = float(
+            sum(sum(m.valid for m in members) < self.env.min_valid_episodes for members in groups.values())
+        )
+        advantage = dict.fromkeys((episode.key for episode in episodes), 0.0)
+        if usable:
+            part = batch.select_keys(usable)
+            super()._compute_advantage(part, metrics)
+            rows = tq.kv_batch_get(keys=part.keys, partition_id=part.partition_id, select_fields=["advantages"])
+            for episode_key, row in zip(part.keys, rows["advantages"].unbind(), strict=True):
+                # the same number on every action token, 0 elsewhere
+                advantage[episode_key] = float(row[row.abs().argmax()])
+        return torch.tensor([advantage[episode.key] for episode in episodes], dtype=torch.float32)
+
+    def _credit(
+        self, episodes: list[Episode], advantages: torch.Tensor, metrics: dict
+    ) -> tuple[list[torch.Tensor], Credit | None, dict[str, torch.Tensor]]:
+        """(T,) advantages per episode, with what the rule saw on the way."""
+        spread = [episode.action_mask * advantage for episode, advantage in zip(episodes, advantages, strict=True)]
+        if self.teacher is None:
+            return spread, None, {}
+        scored = [index for index, advantage in enumerate(advantages.tolist()) if advantage != 0.0]
+        started = time.perf_counter()
+        with self._limited("teacher"):
+            teacher_log_probs = self.teacher.log_probs([episodes[index] for index in scored])
+        metrics.update(
+            step_metrics.teacher_metrics(
+                rows_scored=len(scored),
+                rows_skipped=len(episodes) - len(scored),
+                tokens=self.teacher.tokens if scored else 0,
+                skill_fallbacks=self.teacher.bank.fallbacks,
+                seconds=time.perf_counter() - started,
+                gaps=[
+                    (log_probs - episodes[index].old_log_probs)[episodes[index].action_mask]
+                    for index, log_probs in zip(scored, teacher_log_probs, strict=True)
+                ],
+            )
+        )
+        if not scored:
+            return spread, None, {}
+        gaps = {
+            episodes[index].key: (log_probs - episodes[index].old_log_probs) * episodes[index].action_mask
+            for index, log_probs in zip(scored, teacher_log_probs, strict=True)
+        }
+        rows = [episodes[index] for index in scored]
+        credit = agentopsd_credit(
+            advantages=advantages[scored],
+            gaps=padded([gaps[episode.key] for episode in rows], 0.0),
+            turn_ids=padded([episode.turn_ids() for episode in rows], -1),
+            success_rate=self._success_rates(episodes)[scored],
+            config=dataclasses.replace(self.credit_rule, lam=self.credit_rule.lambda_at(self.global_steps - 1)),
+        )
+        for position, index in enumerate(scored):
+            spread[index] = credit.advantages[position, : len(episodes[index].response_ids)]
+        return spread, credit, gaps
+
+    def _success_rates(self, episodes: list[Episode]) -> torch.Tensor:
+        """(N,) S/G of each episode's group, over valid episodes."""
+        names = {group: number for number, group in enumerate(dict.fromkeys(e.group for e in episodes))}
+        return group_success_rate(
+            won=torch.tensor([episode.won for episode in episodes]),
+            valid=torch.tensor([episode.valid for episode in episodes]),
+            group=torch.tensor([names[episode.group] for episode in episodes]),
+        )
+
+    def _write_advantages(self, batch: KVBatchMeta, episodes: list[Episode], rows: list[torch.Tensor]) -> None:
+        for episode, row in zip(episodes, rows, strict=True):
+            if not torch.isfinite(row).all():
+                raise FloatingPointError(f"update {self.global_steps}: the advantage of {episode.facts['game_id']} is not finite")
+        by_key = {episode.key: row.float() for episode, row in zip(episodes, rows, strict=True)}
+        shapes = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+        ordered = [
+            by_key.get(key, torch.zeros(len(mask)))
+            for key, mask in zip(batch.keys, shapes["response_mask"].unbind(), strict=True)
+        ]
+        nested = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
+        fields = TensorDict({"advantages": nested, "returns": nested.clone()}, batch_size=len(batch))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _episode_metrics(
+        self, episodes: list[Episode], advantages: torch.Tensor, credit: Credit | None, gaps: dict[str, torch.Tensor]
+    ) -> dict[str, float]:
+        facts = [episode.facts for episode in episodes]
+        values = step_metrics.group_metrics(facts, [episode.group for episode in episodes], advantages)
+        values |= step_metrics.env_metrics(facts)
+        values |= step_metrics.rollout_metrics(
+            facts,
+            [e.rollout_log_probs[e.action_mask] for e in episodes],
+            [e.old_log_probs[e.action_mask] for e in episodes],
+        )
+        if credit is not None:
+            values |= step_metrics.credit_metrics(credit, self.credit_rule)
+        return values
+
+    # -- update and weight sync ----------------------------------------------------------------------------------
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self._limited("update"):
+            return super()._update_actor(batch, metrics)
+
+    def on_step_end(self) -> None:
+        with self._limited("weight_sync"):
+            super().on_step_end()
+
+    def _save_checkpoint(self) -> None:
+        with self._limited("save"):
+            super()._save_checkpoint()
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
+        """One JSON line per episode instead of upstream's decoded text."""
+        keys = sorted(key for key, padding in zip(batch.keys, is_padding(batch), strict=True) if not padding)
+        records = [self._credited[key].record(self._record_context("train")) for key in keys]
+        self._write_records(Path(rollout_data_dir) / f"{self.global_steps:06d}.jsonl", records)
+
+    def _record_context(self, purpose: str) -> dict[str, Any]:
+        return {"run": self.run_dir.name, "step": self.global_steps, "purpose": purpose}
+
+    def _write_records(self, path: Path, records: list[EpisodeRecord], summary: Any = None) -> None:
+        # a resumed run plays an interrupted update again: its own half-written file is replaced
+        with RecordWriter(path, overwrite=True) as writer:
+            for record in records:
+                writer.write(record)
+            if summary is not None:
+                writer.write_summary(summary)
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def _validate(self) -> dict[str, float]:
+        """Plays the validation games once, skill-free, and counts every episode once."""
+        records: list[EpisodeRecord] = []
+        for number, rows in enumerate(self.val_dataloader):
+            rows["uid"] = np.array([f"{self.global_steps:06d}-v{number:02d}-{i:04d}" for i in range(len(rows["raw_prompt"]))], dtype=object)
+            games = tu.get_tensordict(rows)
+            tu.assign_non_tensor_data(games, "global_steps", self.global_steps)
+            tu.assign_non_tensor_data(games, "validate", True)
+            tags = [{"is_prompt": True, "status": "pending", "global_steps": self.global_steps} for _ in range(len(games))]
+            tq.kv_batch_put(keys=list(rows["uid"]), partition_id="val", tags=tags)
+            self.agent_loop_manager.generate_sequences(games)
+            batch, _ = self.replay_buffer.sample(
+                global_steps=self.global_steps, partition_id="val", batch_size=len(games)
+            )
+            records += [episode_record(facts, **self._record_context("validation")) for facts in read_facts(batch)]
+            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+        summary = summarize(records)
+        self._write_records(self.run_dir / "validation" / f"{self.global_steps:06d}.jsonl", records, summary)
+        return step_metrics.validation_metrics(records)
+
+    @contextlib.contextmanager
+    def _limited(self, name: str) -> Iterator[None]:
+        with stage(name, float(self.config.limits[name]), self.run_dir):
+            yield

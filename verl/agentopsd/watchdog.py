@@ -1,0 +1,79 @@
+"""A limit for every stage: a hang becomes an error that names the stage and leaves the stacks behind."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+STALLED_EXIT_CODE = 75
+
+
+@contextlib.contextmanager
+def stage(name: str, limit_seconds: float, run_dir: Path) -> Iterator[None]:
+    """Ends the process when the body takes longer than ``limit_seconds``.
+
+    The body may be stuck in a remote call that no exception reaches, so the process and everything it started is
+    killed after the stacks of all Python processes have been written to ``run_dir/stalled-<name>.txt``.
+    """
+    timer = threading.Timer(limit_seconds, _give_up, args=(name, limit_seconds, run_dir))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(name: str, limit_seconds: float, run_dir: Path) -> None:
+    report = run_dir / f"stalled-{name}.txt"
+    try:
+        write_stacks(report)
+    finally:
+        print(
+            f"\nerror: the stage '{name}' made no progress for {limit_seconds:.0f} s and was stopped. The stacks of all "
+            f"processes are in {report}. If the stage is merely slow, raise limits.{name}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        kill_children()
+        os._exit(STALLED_EXIT_CODE)
+
+
+def write_stacks(report: Path) -> None:
+    """This process's stacks, and those of its children where ``py-spy`` is installed."""
+    import psutil
+
+    report.parent.mkdir(parents=True, exist_ok=True)
+    with report.open("w") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+    py_spy = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
+    if not Path(py_spy).exists():
+        return
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, subprocess.SubprocessError):
+            title = " ".join(child.cmdline())[:200]
+            if "python" not in title and "ray::" not in title:
+                continue
+            dump = subprocess.run(
+                [py_spy, "dump", "--pid", str(child.pid)], capture_output=True, text=True, timeout=10, check=False
+            )
+            with report.open("a") as file:
+                file.write(f"\n=== {child.pid} {title}\n{dump.stdout or dump.stderr}")
+
+
+def kill_children() -> None:
+    """Kills every process that descends from this one, and waits for them."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    psutil.wait_procs(children, timeout=10)
