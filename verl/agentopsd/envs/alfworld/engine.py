@@ -315,7 +315,8 @@ class ExactEnv:
         counted = goal.objects if goal.state is None else goal.objects & self.states[goal.state]
         needed = 2 if goal.kind == "place_two" else 1
         return any(
-            sum(thing in counted for thing in self.contents.get(receptacle, ())) >= needed for receptacle in goal.targets
+            sum(thing in counted for thing in self.contents.get(receptacle, ())) >= needed
+            for receptacle in goal.targets
         )
 
 

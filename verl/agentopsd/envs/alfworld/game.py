@@ -1,8 +1,8 @@
 """One ALFWorld game file, parsed once into an immutable :class:`Game` that all its episodes share.
 
-A ``game.tw-pddl`` is a JSON object with a PDDL domain (the rules), a PDDL problem (rooms, objects, goal), a text grammar
-and a walkthrough. Rules and grammar are the same in every game of ALFWorld, so the engine knows them by heart and reads
-only the problem and the task sentence; a file with other rules is refused rather than played approximately.
+A ``game.tw-pddl`` is a JSON object with a PDDL domain (the rules), a PDDL problem (rooms, objects, goal), a text
+grammar and a walkthrough. Rules and grammar are the same in every game of ALFWorld, so the engine knows them by heart
+and reads only the problem and the task sentence; a file with other rules is refused rather than played approximately.
 
 Entities go by their lower-cased PDDL ids (``apple_bar__plus_00_dot_78_bar_...``); ``Game.names`` has the names that the
 player sees (``apple 1``).
@@ -48,8 +48,8 @@ class Goal:
     """What wins the game.
 
     Attributes:
-        kind: ``place`` (one of ``objects`` in a target), ``place_two`` (two in the same target) or ``look`` (hold one of
-            ``objects`` beside a lit lamp of ``targets``).
+        kind: ``place`` (one of ``objects`` in a target), ``place_two`` (two in the same target) or ``look`` (hold one
+            of ``objects`` beside a lit lamp of ``targets``).
         objects: the ids that count: of the right type, and heatable and so on where the goal says so.
         targets: receptacle ids, or lamp ids when ``kind`` is ``look``.
         state: ``isclean``, ``ishot``, ``iscool`` or None.

@@ -94,7 +94,7 @@ def discover(data_dir: str | os.PathLike[str], split: str, *, check_counts: bool
     tasks = sorted(_playable(root, split), key=lambda task: task.game_id) if (root / split).is_dir() else []
     if not tasks:
         raise GamesNotFound(
-            f"split {split!r} has no playable game below {root}; splits there: {', '.join(_splits_in(root)) or 'none'}; "
+            f"split {split!r} has no playable game below {root} (splits there: {', '.join(_splits_in(root))}); "
             f"get the games with `{GET_DATA}`"
         )
     if check_counts and len(tasks) != expected.get(split):
@@ -177,7 +177,7 @@ def _splits_in(root: Path) -> list[str]:
 
 
 def _playable(root: Path, split: str) -> Iterator[Task]:
-    """Games that ALFWorld would play: those without a game file, with movable receptacles or unsolvable are left out."""
+    """Games that ALFWorld would play: not those without a game file, with movable receptacles, or unsolvable."""
     with os.scandir(root / split) as kinds:
         for kind in kinds:
             if not kind.is_dir() or any(mark in kind.name for mark in _UNPLAYABLE_MARKS):
@@ -189,7 +189,7 @@ def _playable(root: Path, split: str) -> Iterator[Task]:
 
 
 def _has_solvable_game(file: str) -> bool:
-    """The file is there and does not end in ``"solvable": false``; a damaged one passes, to be refused by name later."""
+    """The file exists and does not end in ``"solvable": false``; a damaged one passes, to be refused when loaded."""
     try:
         with open(file, "rb") as handle:
             handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL_BYTES))
