@@ -254,7 +254,7 @@ def _declarations(room: Room, assignment: Assignment) -> Iterator[str]:
     """Every entity with its PDDL type. The types named by the domain must exist even where no such thing does."""
     plan = room.plan
     object_types = {*room.objects.values(), "Knife", "ButterKnife"}
-    receptacle_types = {*plan.receptacles.values(), "Microwave", "Fridge", "Sink", "SinkBasin"}
+    receptacle_types = {*plan.receptacles.values(), "Microwave", "Fridge", "SinkBasin"}
     locations = {*plan.location_of.values(), *room.at.values(), room.start}
     for cls in sorted(object_types):
         yield f"{cls}Type - otype"
