@@ -1,7 +1,7 @@
 """``python -m verl.agentopsd.main [overrides]``: composes the configuration, checks it and trains.
 
 Overrides are Hydra's: ``agentopsd.lambda=0.3 algorithm.adv_estimator=grpo model=qwen2.5_3b device=gpu``.
-``--dry-run`` stops after the checks and prints the plan; ``--cfg job`` prints the whole configuration.
+``--dry-run`` stops after the checks and prints the plan; ``--cfg`` prints the whole configuration.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import warnings
 from importlib.resources import files
 from pathlib import Path
 
-import hydra
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd.config import ConfigError, method_of, register_resolvers, suggest, validate
 from verl.agentopsd.platform.environment import activate_cpu
 
-USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg job] [KEY=VALUE ...]
+USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [KEY=VALUE ...]
 
-Trains with AgentOPSD on verl. Groups: model={models} device=cpu|gpu method={methods} env={envs}
+Trains with AgentOPSD on verl. Groups: model={models} device={devices} method={methods} env={envs}
 Often changed:
   algorithm.adv_estimator=agentopsd|grpo      the method, or the same run without it
   agentopsd.lambda=0.5  agentopsd.gamma=0.95  agentopsd.bound=0.2
   trainer.total_training_steps=20  data.train_batch_size=8  actor_rollout_ref.rollout.n=8
   env.backend=exact|textworld  env.data_dir=DIR  env.seed=0
   run_dir=DIR                                 where everything is written; an existing run there is resumed
-Every key:  python -m verl.agentopsd.main --cfg job
+Every key:  python -m verl.agentopsd.main --cfg
 """
 
 
@@ -87,67 +88,76 @@ def plan(config: DictConfig) -> str:
     return "\n".join(f"{name:8s} {text}" for name, text in lines.items())
 
 
-@hydra.main(version_base=None, config_path="pkg://agentopsd_config", config_name="agentopsd_trainer")
-def _main(config: DictConfig) -> None:
+GROUPS = ("model", "device", "method", "env")
+
+
+def compose_config(overrides: list[str]) -> DictConfig:
+    """The configuration with the command line's overrides.
+
+    Raises:
+        ConfigError: an override names an unknown key or choice; the message suggests the closest one.
+    """
+    register_resolvers()
+    with initialize_config_module("agentopsd_config", version_base=None):
+        try:
+            return compose("agentopsd_trainer", overrides=overrides)
+        except HydraException as error:
+            raise ConfigError(_explain_override(str(error), overrides)) from error
+
+
+def _explain_override(message: str, overrides: list[str]) -> str:
+    known = OmegaConf.to_container(compose("agentopsd_trainer"), resolve=False)
+    assert isinstance(known, dict)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.lstrip("+~")
+        if not equals:
+            return f"{override!r} is not an override: write KEY=VALUE (--help lists the common keys)"
+        if key in GROUPS:
+            if value not in config_group(key):
+                return f"{key}={value}: unknown choice; known: {', '.join(config_group(key))}"
+        elif key in message and OmegaConf.select(OmegaConf.create(known), key, throw_on_missing=False) is None:
+            close = suggest(key, known)
+            return f"{override!r}: unknown key" + (f"; did you mean {close}?" if close else f"; {message}")
+    return message
+
+
+def train(overrides: list[str], dry_run: bool = False) -> None:
+    """Composes, checks, prints the plan and, unless ``dry_run``, trains."""
+    config = compose_config(overrides)
     environment = prepare(config)
     print(plan(config), flush=True)
-    if DRY_RUN:
+    if dry_run:
         return
     from verl.agentopsd.task_runner import run
 
     run(config, environment)
 
 
-DRY_RUN = False
-
-
-def main() -> int:
-    """Command line. 0 after a finished run, 1 with one clear sentence otherwise."""
-    global DRY_RUN
-    arguments = sys.argv[1:]
+def main(arguments: list[str] | None = None) -> int:
+    """Command line. Returns 0 after a finished run, 1 after one clear sentence, 130 when interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments or "-h" in arguments:
-        print(USAGE.format(**{f"{g}s": "|".join(config_group(g)) for g in ("model", "method", "env")}))
+        print(USAGE.format(**{f"{group}s": "|".join(config_group(group)) for group in GROUPS}))
         return 0
-    DRY_RUN = "--dry-run" in arguments
-    sys.argv[1:] = [argument for argument in arguments if argument != "--dry-run"]
-    register_resolvers()
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions reach us instead of Hydra's printer
+    overrides = [argument for argument in arguments if not argument.startswith("--")]
+    flags = set(arguments) - set(overrides)
     try:
-        _main()
+        if unknown := flags - {"--dry-run", "--cfg"}:
+            raise ConfigError(f"unknown option {sorted(unknown)[0]}; --help lists the options")
+        if "--cfg" in flags:
+            print(OmegaConf.to_yaml(compose_config(overrides)))
+        else:
+            train(overrides, dry_run="--dry-run" in flags)
     except KeyboardInterrupt:
         print("\nstopped; give the same run_dir to continue from the last checkpoint", file=sys.stderr)
         return 130
     except Exception as error:
-        return _explain(error)
-    return 0
-
-
-def _explain(error: Exception) -> int:
-    from hydra.errors import HydraException
-
-    if isinstance(error, HydraException):
-        print(f"error: {_hydra_message(error)}", file=sys.stderr)
-        return 1
-    if isinstance(error, ConfigError) or type(error).__module__.startswith("verl.agentopsd"):
+        if not type(error).__module__.startswith("verl.agentopsd"):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
-    raise error
-
-
-def _hydra_message(error: Exception) -> str:
-    """Hydra's message, with the closest known key when an override names none."""
-    text = str(error)
-    for argument in sys.argv[1:]:
-        key = argument.split("=", 1)[0].lstrip("+~")
-        if "=" in argument and (f"'{key}'" in text or f"{key}" in text):
-            from hydra import compose, initialize_config_module
-
-            with initialize_config_module("agentopsd_config", version_base=None):
-                known = OmegaConf.to_container(compose("agentopsd_trainer"), resolve=False)
-            assert isinstance(known, dict)
-            close = suggest(key, known)
-            return f"unknown key or choice in {argument!r}" + (f"; did you mean {close}?" if close else f": {text}")
-    return text
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""The configuration: groups compose, bad values are refused before anything starts, with the key and the remedy."""
+
+import pytest
+from omegaconf import OmegaConf
+from verl.agentopsd import config as checks
+from verl.agentopsd.main import compose_config, config_group, plan
+
+TINY = ["model=tiny", "device=cpu"]
+
+
+def refuse(*overrides: str) -> str:
+    with pytest.raises(checks.ConfigError) as error:
+        checks.validate(compose_config([*TINY, *overrides]))
+    return str(error.value)
+
+
+def test_the_defaults_are_the_paper_s():
+    config = compose_config(["model=qwen2.5_3b", "device=gpu"])
+    rule = checks.credit_config(config)
+    assert (rule.lam, rule.gamma, rule.bound, rule.eps) == (0.5, 0.95, 0.2, 1e-4)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.kl_loss_coef) == (0.2, 0.24, 0.01)
+    assert (actor.loss_agg_mode, actor.kl_loss_type, actor.use_kl_loss) == ("seq-mean-token-mean", "low_var_kl", True)
+    assert (config.data.train_batch_size, rollout.n, config.env.max_turns) == (16, 8, 50)
+    assert (config.trainer.total_training_steps, actor.optim.lr, actor.ppo_epochs) == (150, 1e-6, 1)
+
+
+@pytest.mark.parametrize("model", config_group("model"))
+@pytest.mark.parametrize("device", config_group("device"))
+@pytest.mark.parametrize("method", config_group("method"))
+def test_every_combination_composes_and_validates(model: str, device: str, method: str):
+    config = compose_config([f"model={model}", f"device={device}", f"method={method}"])
+    checks.validate(config)
+    assert checks.method_of(config) == method
+    assert method in plan(config)
+
+
+def test_a_group_given_twice_is_decided_by_the_last():
+    assert compose_config([*TINY, "model=qwen2.5_3b"]).data.train_batch_size == 16
+
+
+def test_overrides_reach_the_credit_rule():
+    rule = checks.credit_config(
+        compose_config([*TINY, "agentopsd.lambda=0.3", "agentopsd.gamma=1.0", "agentopsd.bound=0.5"])
+    )
+    assert (rule.lam, rule.gamma, rule.bound) == (0.3, 1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("agentopsd.bound=3", "agentopsd.bound=3: must be a number, at least 0 and at most 1"),
+        ("agentopsd.bound=nan", "agentopsd.bound=nan: must be a number, at least 0 and at most 1"),
+        ("agentopsd.lambda=-0.1", "agentopsd.lambda=-0.1: must be a number, at least 0 and at most 1"),
+        ("agentopsd.gamma=high", "agentopsd.gamma=high: must be a number"),
+        ("agentopsd.eps=0", "agentopsd.eps=0: must be a number, greater than 0 and at most 0.5"),
+        ("agentopsd.granularity=turns", "must be one of turn, token; did you mean turn?"),
+        ("agentopsd.prior=1", "agentopsd.prior=1: must be a number, greater than 0 and less than 1"),
+        ("agentopsd.recursion=2", "agentopsd.recursion=2: must be true or false"),
+        ("agentopsd.teacher.source=nobody", "agentopsd.teacher.source=nobody: must be one of"),
+        ("algorithm.adv_estimator=agentops", "must be one of agentopsd, grpo; did you mean agentopsd?"),
+        ("env.max_turns=0", "env.max_turns=0: must be a whole number, at least 1"),
+        ("env.max_turns=2.5", "env.max_turns=2.5: must be a whole number"),
+        ("env.backend=exactly", "env.backend=exactly: must be one of exact, textworld; did you mean exact?"),
+        ("actor_rollout_ref.rollout.n=1", "a group of one has no advantage"),
+        ("data.train_batch_size=9", "data.train_batch_size=9 is not a multiple of"),
+        ("env.max_action_tokens=4000", "not even one answer fits"),
+        ("actor_rollout_ref.rollout.max_model_len=100", "384 + data.max_response_length 1536 = 1920: raise it to 1920"),
+    ],
+)
+def test_bad_values_are_refused_with_key_and_remedy(override: str, message: str):
+    assert message in refuse(override)
+
+
+def test_all_problems_are_reported_at_once():
+    assert len(refuse("agentopsd.bound=3", "env.max_turns=0").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("agentopsd.bonud=1", "did you mean agentopsd.bound?"),
+        ("agentopsd.teacher.skils=x", "did you mean agentopsd.teacher.skills?"),
+        ("env.max_turn=3", "did you mean env.max_turns?"),
+        ("model=tinny", "model=tinny: unknown choice; known: "),
+        ("agentopsd.bound", "write KEY=VALUE"),
+    ],
+)
+def test_unknown_overrides_come_with_a_suggestion(override: str, message: str):
+    with pytest.raises(checks.ConfigError) as error:
+        compose_config([*TINY, override])
+    assert message in str(error.value)
+
+
+def test_known_keys_lists_sections_and_leaves():
+    assert checks.known_keys(OmegaConf.to_container(OmegaConf.create({"a": {"b": 1}, "c": 2}))) == ["a", "a.b", "c"]
