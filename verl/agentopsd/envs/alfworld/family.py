@@ -33,8 +33,8 @@ class AlfworldFamily:
     a cache folder and a warning says so. A path that is set but holds no games is an error, never a silent fall-back.
     """
 
-    name = "alfworld"
-    task_types = TASK_TYPES
+    name: str = "alfworld"
+    task_types: tuple[str, ...] = TASK_TYPES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)

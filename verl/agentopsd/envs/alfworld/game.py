@@ -191,7 +191,13 @@ def _parse_problem(problem: str, task: str, walkthrough: tuple[str, ...], sink_t
         object_locations={o: frozenset(at) for o, at in _grouped(facts.get("objectatlocation", ())).items()},
         opened=_ids(facts, "opened"),
         states={name: _ids(facts, name) for name in STATES},
-        **affordances,
+        openable=affordances["openable"],
+        pickupable=affordances["pickupable"],
+        toggleable=affordances["toggleable"],
+        heatable=affordances["heatable"],
+        coolable=affordances["coolable"],
+        cleanable=affordances["cleanable"],
+        sliceable=affordances["sliceable"],
     )
 
 

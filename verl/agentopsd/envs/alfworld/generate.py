@@ -311,9 +311,6 @@ def _trajectory(assignment: Assignment, number: int, trial: str, sentence: str) 
     }
 
 
-# -- what comes from the alfworld package --
-
-
 def alfworld_version() -> str:
     """The installed version of ``alfworld``.
 
@@ -359,9 +356,6 @@ def _load_module(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# -- files --
 
 
 def _check_counts(counts: Mapping[str, int]) -> None:
