@@ -118,6 +118,9 @@ class TextEnvAgentLoop(AgentLoopBase):
     _slots: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # upstream chooses a token builder by model type, which then insists on that family's own special tokens; the
+        # chat format below reads them from the template, so any builder will do
+        kwargs["hf_model_type"] = None
         super().__init__(*args, **kwargs)
         # verl makes one loop object per episode; the context keeps config and tokenizer alive, so their ids stay theirs
         key = (id(self.config), id(self.tokenizer))

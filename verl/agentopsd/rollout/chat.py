@@ -129,7 +129,7 @@ class ChatFormat:
 
     def _accepted_roles(self) -> tuple[str, ...]:
         """The roles of a four-message conversation; templates without a system role get a user message first."""
-        roles = ("system", "user", "assistant", "user")
+        roles: tuple[str, ...] = ("system", "user", "assistant", "user")
         try:
             self._render(_conversation(roles, _PLACEHOLDERS), True)
         except ChatFormatError:
