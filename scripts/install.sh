@@ -6,7 +6,7 @@ set -euo pipefail
 SCRIPTS="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 # shellcheck source=scripts/lib.sh
 source "$SCRIPTS/lib.sh"
-AGENTOPSD_TAG=install
+AGENTOPSD_TAG="install"
 ROOT="$(repo_root)"
 LOCKS="$ROOT/requirements"
 

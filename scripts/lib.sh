@@ -20,6 +20,7 @@ repo_root() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P; }
 
 # use_agentopsd [install.sh arguments]: installs what is missing and puts that environment's programs first on PATH;
 # PYTHON is its interpreter. Costs well under 2 s when everything is there.
+# shellcheck disable=SC2120  # the arguments are optional
 use_agentopsd() {
   PYTHON="$(bash "$(repo_root)/scripts/install.sh" --print-python "$@")" || exit 1
   export PYTHON PATH="${PYTHON%/*}:$PATH"
