@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_model.demonstrations import SKILL_LEVELS, Row, Teacher, batches, to_row
-from tiny_model.optimizer import MuonAdamW
 from verl.agentopsd.envs.base import Task
 from verl.agentopsd.models.play import ChatTokens, pad
 from verl.agentopsd.models.tiny import TinyConfig, TinyLM
+
+from .demonstrations import SKILL_LEVELS, Row, Teacher, batches, to_row
+from .optimizer import MuonAdamW
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class Teacher:
             prior=self.prior,
             rng=rng,
         )
-        turns, won = [], False
+        turns: list[Turn] = []
+        won = False
         while len(turns) < self.max_turns and not won:
             command = expert.act()
             observation = env.step(command)

@@ -36,12 +36,14 @@ class MuonAdamW:
             group["lr"] = learning_rate
         self.adamw.step()
         by_shape: dict[torch.Size, list[int]] = {}
+        nesterov = []
         for index, (matrix, momentum) in enumerate(zip(self.matrices, self.momenta, strict=True)):
+            assert matrix.grad is not None, "step() comes after backward()"
             momentum.mul_(0.95).add_(matrix.grad)
+            nesterov.append(matrix.grad + 0.95 * momentum)
             by_shape.setdefault(matrix.shape, []).append(index)
         for shape, indices in by_shape.items():
-            nesterov = torch.stack([self.matrices[i].grad + 0.95 * self.momenta[i] for i in indices])
-            for i, update in zip(indices, orthogonalized(nesterov), strict=True):
+            for i, update in zip(indices, orthogonalized(torch.stack([nesterov[i] for i in indices])), strict=True):
                 self.matrices[i].mul_(1 - learning_rate * self.weight_decay)
                 self.matrices[i].add_(update, alpha=-learning_rate * 0.2 * max(shape) ** 0.5)
 

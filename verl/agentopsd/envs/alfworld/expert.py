@@ -37,21 +37,14 @@ _TAKEN = re.compile(r"You pick up the (\w+ \d+) from the (\w+ \d+)\.")
 _MOVED = re.compile(r"You move the (\w+ \d+) to the (\w+ \d+)\.")
 _TREATED = re.compile(r"You (?:clean|heat|cool) the ")
 
+_ONE = r"(?:some|an?|the)"
+_OBJECT = r"(?P<object>\w+)"
+_PLACE = r"(?:in|on) (?:the |a )?(?P<place>\w+)"
 _GOALS = (
-    ("look", re.compile(r"(?:examine|look at) (?:the |an? |some )?(?P<object>\w+) (?:with|under) the (?P<place>\w+)")),
-    ("two", re.compile(r"(?:find|put) two (?P<object>\w+) (?:and put them )?(?:in|on) (?:the |a )?(?P<place>\w+)")),
-    (
-        "put",
-        re.compile(
-            r"(?P<treatment>clean|cool|heat) (?:some|an?|the) (?P<object>\w+) and put it (?:in|on) (?:the |a )?(?P<place>\w+)"
-        ),
-    ),
-    (
-        "put",
-        re.compile(
-            r"put (?:some|an?|the) (?:(?P<treatment>clean|cool|hot) )?(?P<object>\w+) (?:in|on) (?:the |a )?(?P<place>\w+)"
-        ),
-    ),
+    ("look", re.compile(rf"(?:examine|look at) (?:the |an? |some )?{_OBJECT} (?:with|under) the (?P<place>\w+)")),
+    ("two", re.compile(rf"(?:find|put) two {_OBJECT} (?:and put them )?{_PLACE}")),
+    ("put", re.compile(rf"(?P<treatment>clean|cool|heat) {_ONE} {_OBJECT} and put it {_PLACE}")),
+    ("put", re.compile(rf"put {_ONE} (?:(?P<treatment>clean|cool|hot) )?{_OBJECT} {_PLACE}")),
 )
 
 
