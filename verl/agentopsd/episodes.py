@@ -21,6 +21,7 @@ class Episode:
         action_mask: (T,) bool, True exactly on sampled tokens (I2).
         old_log_probs: (T,) float32, from the actor before the update.
         rollout_log_probs: (T,) float32, from the rollout engine.
+        reward: what the environment paid for the trajectory.
         facts: the agent loop's ``extra_fields``.
     """
 
@@ -30,12 +31,18 @@ class Episode:
     action_mask: torch.Tensor
     old_log_probs: torch.Tensor
     rollout_log_probs: torch.Tensor
+    reward: float
     facts: dict[str, Any]
 
     @property
     def group(self) -> str:
         """The game this episode was sampled for, unique within the update."""
         return self.key.rsplit("_", 2)[0]
+
+    @property
+    def sample(self) -> int:
+        """Which of the group's episodes this is."""
+        return int(self.key.rsplit("_", 2)[1])
 
     @property
     def won(self) -> bool:
@@ -57,7 +64,7 @@ class Episode:
         return ids
 
 
-FIELDS = ["prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "extra_fields"]
+FIELDS = ["prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "extra_fields"]
 
 
 def is_padding(batch: KVBatchMeta) -> list[bool]:
@@ -75,17 +82,17 @@ def read_episodes(batch: KVBatchMeta) -> list[Episode]:
     """Fetches the rows of ``batch`` from the transfer queue, in its order."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
     columns = [data[name].unbind() for name in FIELDS[:-1]]
-    facts = data["extra_fields"].tolist()
+    facts = data.get("extra_fields").tolist()
     return [
-        Episode(key, prompt, response, mask.bool(), old, rollout, extra)
-        for key, prompt, response, mask, old, rollout, extra in zip(batch.keys, *columns, facts, strict=True)
+        Episode(key, prompt, response, mask.bool(), old, rollout, float(rewards.sum()), extra)
+        for key, prompt, response, mask, old, rollout, rewards, extra in zip(batch.keys, *columns, facts, strict=True)
     ]
 
 
 def read_facts(batch: KVBatchMeta) -> list[dict[str, Any]]:
     """Only what the agent loop recorded: enough for validation, where nothing is rescored."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    return data["extra_fields"].tolist()
+    return data.get("extra_fields").tolist()
 
 
 def padded(rows: list[torch.Tensor], value: float) -> torch.Tensor:

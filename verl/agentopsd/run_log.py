@@ -81,9 +81,9 @@ class RunLog:
         self.tracking.finish(exit_code=exit_code)
 
     def _draw(self) -> None:
-        from verl.agentopsd.evaluation.plots import success_curve
-
         try:
+            from verl.agentopsd.evaluation.plots import success_curve
+
             success_curve(self.run_dir)
         except Exception as error:  # a picture must not end a run
             logger.warning("success_curve.png was not drawn: %s", error)

@@ -23,12 +23,15 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
 
 from verl.agentopsd import metrics as step_metrics
 from verl.agentopsd.config import credit_config, env_config, env_section, method_of, teacher_config
-from verl.agentopsd.credit import Credit, agentopsd_credit, group_success_rate
+from verl.agentopsd.credit import group_success_rate
+from verl.agentopsd.credited import CreditedEpisode, credit_episodes
 from verl.agentopsd.envs.base import make_family
-from verl.agentopsd.episodes import Episode, is_padding, padded, read_episodes, read_facts, real_rows
+from verl.agentopsd.episodes import Episode, read_episodes, read_facts, real_rows
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter, episode_record
 from verl.agentopsd.evaluation.summary import summarize
 from verl.agentopsd.rollout.chat import ChatFormat
@@ -60,7 +63,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
         self.credit_rule = credit_config(config)
         self.env = env_config(config)
         self._tracking: RunLog | None = None
-        self._credited: dict[str, CreditedEpisode] = {}
+        self._credited: list[CreditedEpisode] = []
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -93,9 +96,9 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _longest_row(self) -> int:
         """Tokens that one row of the training engine may have."""
-        actor = self.config.actor_rollout_ref.actor
-        limits = [getattr(self.chat.tokenizer, "model_max_length", None)]
-        if actor.use_dynamic_bsz:
+        model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+        limits = [getattr(model.hf_config, "max_position_embeddings", None)]
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             limits.append(self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
         return min(int(limit) for limit in limits if limit)
 
@@ -140,116 +143,101 @@ class AgentOPSDTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         episodes = read_episodes(real_rows(batch))
         advantages = self._base_advantages(batch, episodes, metrics)
-        token_advantages, credit, gaps = self._credit(episodes, advantages, metrics)
-        self._write_advantages(batch, episodes, token_advantages)
-        self._credited = credited_episodes(episodes, advantages, token_advantages, credit, gaps)
-        metrics.update(self._episode_metrics(episodes, advantages, credit, gaps))
+        success_rates = self._success_rates(episodes)
+        teacher_log_probs = self._teacher_log_probs(episodes, advantages, metrics)
+        rule = dataclasses.replace(self.credit_rule, lam=self.credit_rule.lambda_at(self.global_steps - 1))
+        self._credited, credit = credit_episodes(episodes, advantages, success_rates, teacher_log_probs, rule)
+        batch = self._write_advantages(batch)
+        metrics.update(self._episode_metrics(episodes, advantages))
+        if credit is not None:
+            metrics.update(step_metrics.credit_metrics(credit, rule))
         return batch
 
-    def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> torch.Tensor:
-        """(N,) A per episode from verl's estimator, over valid episodes only (I9); 0 for the others."""
+    def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> list[float]:
+        """A per episode from verl's estimator, over valid episodes only (I9); 0 for the others."""
         groups: dict[str, list[Episode]] = {}
         for episode in episodes:
             groups.setdefault(episode.group, []).append(episode)
-        usable = [
-            episode.key
-            for members in groups.values()
+        kept = {
+            name: members
+            for name, members in groups.items()
             if sum(member.valid for member in members) >= self.env.min_valid_episodes
-            for episode in members
-            if episode.valid
-        ]
-        metrics["group/dropped"] = float(
-            sum(sum(m.valid for m in members) < self.env.min_valid_episodes for members in groups.values())
-        )
+        }
+        metrics["group/dropped"] = float(len(groups) - len(kept))
+        usable = [episode.key for members in kept.values() for episode in members if episode.valid]
         advantage = dict.fromkeys((episode.key for episode in episodes), 0.0)
         if usable:
             part = batch.select_keys(usable)
             super()._compute_advantage(part, metrics)
-            rows = tq.kv_batch_get(keys=part.keys, partition_id=part.partition_id, select_fields=["advantages"])
-            for episode_key, row in zip(part.keys, rows["advantages"].unbind(), strict=True):
+            rows = tq.kv_batch_get(keys=usable, partition_id=batch.partition_id, select_fields=["advantages"])
+            for key, row in zip(usable, rows["advantages"].unbind(), strict=True):
                 # the same number on every action token, 0 elsewhere
-                advantage[episode_key] = float(row[row.abs().argmax()])
-        return torch.tensor([advantage[episode.key] for episode in episodes], dtype=torch.float32)
+                advantage[key] = float(row[row.abs().argmax()])
+        return [advantage[episode.key] for episode in episodes]
 
-    def _credit(
-        self, episodes: list[Episode], advantages: torch.Tensor, metrics: dict
-    ) -> tuple[list[torch.Tensor], Credit | None, dict[str, torch.Tensor]]:
-        """(T,) advantages per episode, with what the rule saw on the way."""
-        spread = [episode.action_mask * advantage for episode, advantage in zip(episodes, advantages, strict=True)]
-        if self.teacher is None:
-            return spread, None, {}
-        scored = [index for index, advantage in enumerate(advantages.tolist()) if advantage != 0.0]
-        started = time.perf_counter()
-        with self._limited("teacher"):
-            teacher_log_probs = self.teacher.log_probs([episodes[index] for index in scored])
-        metrics.update(
-            step_metrics.teacher_metrics(
-                rows_scored=len(scored),
-                rows_skipped=len(episodes) - len(scored),
-                tokens=self.teacher.tokens if scored else 0,
-                skill_fallbacks=self.teacher.bank.fallbacks,
-                seconds=time.perf_counter() - started,
-                gaps=[
-                    (log_probs - episodes[index].old_log_probs)[episodes[index].action_mask]
-                    for index, log_probs in zip(scored, teacher_log_probs, strict=True)
-                ],
-            )
-        )
-        if not scored:
-            return spread, None, {}
-        gaps = {
-            episodes[index].key: (log_probs - episodes[index].old_log_probs) * episodes[index].action_mask
-            for index, log_probs in zip(scored, teacher_log_probs, strict=True)
-        }
-        rows = [episodes[index] for index in scored]
-        credit = agentopsd_credit(
-            advantages=advantages[scored],
-            gaps=padded([gaps[episode.key] for episode in rows], 0.0),
-            turn_ids=padded([episode.turn_ids() for episode in rows], -1),
-            success_rate=self._success_rates(episodes)[scored],
-            config=dataclasses.replace(self.credit_rule, lam=self.credit_rule.lambda_at(self.global_steps - 1)),
-        )
-        for position, index in enumerate(scored):
-            spread[index] = credit.advantages[position, : len(episodes[index].response_ids)]
-        return spread, credit, gaps
-
-    def _success_rates(self, episodes: list[Episode]) -> torch.Tensor:
-        """(N,) S/G of each episode's group, over valid episodes."""
-        names = {group: number for number, group in enumerate(dict.fromkeys(e.group for e in episodes))}
-        return group_success_rate(
+    def _success_rates(self, episodes: list[Episode]) -> list[float]:
+        """S/G of each episode's group, over valid episodes."""
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(e.group for e in episodes))}
+        rates = group_success_rate(
             won=torch.tensor([episode.won for episode in episodes]),
             valid=torch.tensor([episode.valid for episode in episodes]),
-            group=torch.tensor([names[episode.group] for episode in episodes]),
+            group=torch.tensor([numbers[episode.group] for episode in episodes]),
         )
+        return rates.tolist()
 
-    def _write_advantages(self, batch: KVBatchMeta, episodes: list[Episode], rows: list[torch.Tensor]) -> None:
-        for episode, row in zip(episodes, rows, strict=True):
-            if not torch.isfinite(row).all():
-                raise FloatingPointError(f"update {self.global_steps}: the advantage of {episode.facts['game_id']} is not finite")
-        by_key = {episode.key: row.float() for episode, row in zip(episodes, rows, strict=True)}
+    def _teacher_log_probs(
+        self, episodes: list[Episode], advantages: list[float], metrics: dict
+    ) -> dict[str, torch.Tensor]:
+        """(T,) by key, for the episodes with A ≠ 0 (I8); empty for a run without the method."""
+        if self.teacher is None:
+            return {}
+        rows = [episode for episode, advantage in zip(episodes, advantages, strict=True) if advantage != 0.0]
+        started = time.perf_counter()
+        with self._limited("teacher"):
+            log_probs = self.teacher.log_probs(rows)
+        gaps = [
+            (scored - row.old_log_probs)[row.action_mask] for row, scored in zip(rows, log_probs, strict=True)
+        ]
+        metrics.update(
+            step_metrics.teacher_metrics(
+                gaps,
+                rows_skipped=len(episodes) - len(rows),
+                tokens=self.teacher.tokens,
+                skill_fallbacks=sum(self.teacher.bank.fallbacks.values()),
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return {row.key: scored for row, scored in zip(rows, log_probs, strict=True)}
+
+    def _write_advantages(self, batch: KVBatchMeta) -> KVBatchMeta:
+        for credited in self._credited:
+            if not torch.isfinite(credited.token_advantages).all():
+                raise FloatingPointError(
+                    f"update {self.global_steps}: an advantage of {credited.episode.facts['game_id']} is not finite"
+                )
+        by_key = {credited.episode.key: credited.token_advantages.float() for credited in self._credited}
         shapes = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-        ordered = [
+        rows = [
             by_key.get(key, torch.zeros(len(mask)))
             for key, mask in zip(batch.keys, shapes["response_mask"].unbind(), strict=True)
         ]
-        nested = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
+        nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         fields = TensorDict({"advantages": nested, "returns": nested.clone()}, batch_size=len(batch))
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _episode_metrics(
-        self, episodes: list[Episode], advantages: torch.Tensor, credit: Credit | None, gaps: dict[str, torch.Tensor]
-    ) -> dict[str, float]:
+    def _episode_metrics(self, episodes: list[Episode], advantages: list[float]) -> dict[str, float]:
         facts = [episode.facts for episode in episodes]
-        values = step_metrics.group_metrics(facts, [episode.group for episode in episodes], advantages)
-        values |= step_metrics.env_metrics(facts)
-        values |= step_metrics.rollout_metrics(
-            facts,
-            [e.rollout_log_probs[e.action_mask] for e in episodes],
-            [e.old_log_probs[e.action_mask] for e in episodes],
-        )
-        if credit is not None:
-            values |= step_metrics.credit_metrics(credit, self.credit_rule)
-        return values
+        return {
+            **step_metrics.group_metrics(
+                facts, [episode.group for episode in episodes], advantages, [episode.reward for episode in episodes]
+            ),
+            **step_metrics.env_metrics(facts),
+            **step_metrics.rollout_metrics(
+                facts,
+                [e.rollout_log_probs[e.action_mask] for e in episodes],
+                [e.old_log_probs[e.action_mask] for e in episodes],
+            ),
+        }
 
     # -- update and weight sync ----------------------------------------------------------------------------------
 
@@ -269,12 +257,9 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
         """One JSON line per episode instead of upstream's decoded text."""
-        keys = sorted(key for key, padding in zip(batch.keys, is_padding(batch), strict=True) if not padding)
-        records = [self._credited[key].record(self._record_context("train")) for key in keys]
+        credited = sorted(self._credited, key=lambda one: one.episode.key)
+        records = [one.record(run=self.run_dir.name, step=self.global_steps) for one in credited]
         self._write_records(Path(rollout_data_dir) / f"{self.global_steps:06d}.jsonl", records)
-
-    def _record_context(self, purpose: str) -> dict[str, Any]:
-        return {"run": self.run_dir.name, "step": self.global_steps, "purpose": purpose}
 
     def _write_records(self, path: Path, records: list[EpisodeRecord], summary: Any = None) -> None:
         # a resumed run plays an interrupted update again: its own half-written file is replaced
@@ -300,7 +285,10 @@ class AgentOPSDTrainer(PPOTrainerSync):
             batch, _ = self.replay_buffer.sample(
                 global_steps=self.global_steps, partition_id="val", batch_size=len(games)
             )
-            records += [episode_record(facts, **self._record_context("validation")) for facts in read_facts(batch)]
+            records += [
+                episode_record(facts, run=self.run_dir.name, step=self.global_steps, phase="validation")
+                for facts in read_facts(batch)
+            ]
             tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
         summary = summarize(records)
         self._write_records(self.run_dir / "validation" / f"{self.global_steps:06d}.jsonl", records, summary)

