@@ -1,6 +1,7 @@
 """The agent loop with a scripted server: what comes out must be what went in, token for token."""
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass, field
 
@@ -259,7 +260,7 @@ def test_the_server_continues_from_its_own_ids_under_one_request_id(qwen25_token
 def test_any_sampled_ids_are_trained_on_as_they_are(request, fixture, data):
     """Byte fragments, non-canonical splits, template tokens in mid-answer: the row holds what the server returned."""
     tokenizer = request.getfixturevalue(fixture)
-    token = st.one_of(st.integers(0, len(tokenizer) - 1), st.just(END))
+    token = st.one_of(st.integers(0, tokenizer.eos_token_id - 1), st.just(END))
     script = data.draw(st.lists(st.lists(token, min_size=1, max_size=16), min_size=5, max_size=5))
     output, server = play(tokenizer, script)
     turns = len(output.extra_fields["turns"])
@@ -549,3 +550,29 @@ def test_the_row_passes_through_verls_conversion(qwen25_tokenizer):
     assert fields["rm_scores"].sum() == fields["rm_scores"][-1] == 1.0
     assert fields["num_turns"] == 2 and fields["metrics"]["num_preempted"] == 2
     assert fields["extra_fields"]["turns"][0]["span"] == [0, 2]
+
+
+def test_a_real_game_is_won_by_its_walkthrough(tiny_tokenizer, alfworld_data):
+    """The same loop on ALFWorld: a model that answers with the walkthrough wins, and reads the game's own words."""
+    folder = sorted((alfworld_data / "json_2.1.1" / "valid_unseen").glob("pick_clean*/trial_*"))[0]
+    path = folder / "game.tw-pddl"
+    walkthrough = json.loads(path.read_text())["walkthrough"]
+    kwargs = row_kwargs("valid_unseen/clean", path=str(path))
+    env = {"name": "alfworld", "prompt_style": "compact", "action_format": "plain", "show_admissible": "false"}
+    overrides = {f"env.{key}": value for key, value in env.items()} | {"env.max_turns": 30, "env.max_action_tokens": 60}
+    limits = {"prompt_length": 1000, "response_length": 8000}
+    overrides |= {f"actor_rollout_ref.rollout.{key}": value for key, value in limits.items()}
+    output, _ = play(tiny_tokenizer, walkthrough, kwargs=kwargs, **overrides)
+
+    facts = output.extra_fields
+    assert facts["won"] and facts["invalid"] == 0 and [turn["command"] for turn in facts["turns"]] == walkthrough
+    first, last = facts["turns"][0], facts["turns"][-1]
+    place = walkthrough[0].removeprefix("go to ")
+    assert first["observation"].startswith(f"You arrive at {place}.") and last["observation"].startswith("You move the")
+    prompt = tiny_tokenizer.decode(output.prompt_ids)
+    assert prompt.startswith(
+        "<|system|>You play a household text game. Reply with one command.<|end|><|user|>You see a "
+    )
+    assert "\nYour task is to: " in prompt and prompt.endswith("<|end|><|assistant|>")
+    shown = "".join(f"<|user|>{turn['observation']}<|end|><|assistant|>" for turn in facts["turns"][:1])
+    assert tiny_tokenizer.decode(output.response_ids).startswith(f"{walkthrough[0]}<|end|>{shown}{walkthrough[1]}")
