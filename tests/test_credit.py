@@ -1,4 +1,4 @@
-"""The credit rule against worked numbers, against a plain loop, and against its promises (bounds, sign, invariances)."""
+"""The credit rule against worked numbers, a plain loop, and its promises (bounds, sign, invariances)."""
 
 import ast
 import json
@@ -222,7 +222,9 @@ def test_sign_bounds_and_finiteness(data, rows, config, dtype) -> None:
 def test_rounding_does_not_leave_the_bounds(dtype: torch.dtype) -> None:
     """A·(1+λb) rounded to the advantages' dtype may lie over the bound; the result must not."""
     A = torch.rand(4000, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 3
-    A[:4] = torch.tensor([1e-45 if dtype == torch.float32 else 5e-324, torch.finfo(dtype).tiny, 1e-30, 1e30], dtype=dtype)
+    A[:4] = torch.tensor(
+        [1e-45 if dtype == torch.float32 else 5e-324, torch.finfo(dtype).tiny, 1e-30, 1e30], dtype=dtype
+    )
     gaps, ids = batch([[[5.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0]]] * len(A))
     config = CreditConfig(lam=0.5, bound=0.2)
     result = agentopsd_credit(A, gaps, ids, torch.full((len(A),), 0.5), config)
@@ -260,7 +262,9 @@ def test_row_order_padding_and_chunking_change_nothing(data, rows, config) -> No
         torch.cat([rate, rate[:1]]),
         config,
     )
-    chunks = [agentopsd_credit(A[i : i + 1], gaps[i : i + 1], ids[i : i + 1], rate[i : i + 1], config) for i in range(len(A))]
+    chunks = [
+        agentopsd_credit(A[i : i + 1], gaps[i : i + 1], ids[i : i + 1], rate[i : i + 1], config) for i in range(len(A))
+    ]
 
     near = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(shuffled.advantages, whole.advantages[order], **near)

@@ -1,8 +1,8 @@
 """AgentOPSD credit: from the teacher's token gaps to one bounded advantage per turn (arXiv 2608.05987).
 
 GRPO gives all of an episode the same advantage A. The teacher, the same weights with a skill in the prompt, likes some
-turns better than the student did: evidence e_k about turn k. Evidence moves a belief B_k in success, and turns that move
-it most get a larger share of A: never another sign, never beyond a factor 1 ± λb.
+turns better than the student did: evidence e_k about turn k. Evidence moves a belief B_k in success, and the turns that
+move it most get a larger share of A: never another sign, never beyond a factor 1 ± λb.
 """
 
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def agentopsd_credit(
     n = turns.sum(-1, keepdim=True).clamp(min=1)
     if (turns[:, 1:] & ~turns[:, :-1]).any():
         raise ValueError("turn_ids skip a turn: every row must number its turns 0, 1, … without a gap")
-    e = empty.scatter_add(1, slot, gaps.double().where(mask, 0.0))[:, :K]
+    e = empty.scatter_add(1, slot, gaps.double())[:, :K]
     if config.evidence == "token_mean":
         e = e / tokens.clamp(min=1)
     elif config.evidence == "clip":
@@ -94,8 +94,8 @@ def agentopsd_credit(
         e = (e - e.sum(-1, keepdim=True) / n) * turns
     elif config.evidence == "zscore" and (scored := turns & (A != 0)).any():
         e = 0.5 * (e - e[scored].mean()) / (e[scored].std(correction=0) + config.eps) * scored
-    B_0 = success_rate.double() if config.prior == "group" else torch.full_like(success_rate.double(), config.prior)
-    B_0 = B_0.clamp(config.eps, 1 - config.eps)
+    rate = success_rate.double()
+    B_0 = (rate if config.prior == "group" else rate * 0 + float(config.prior)).clamp(config.eps, 1 - config.eps)
     c = torch.cat([empty[:, :1], _discounted_sum(e, config.gamma)], dim=-1)  # c_0 = 0
     B = torch.sigmoid(torch.logit(B_0)[:, None] + c)
     dB = B.diff(dim=-1) * turns
