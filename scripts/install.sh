@@ -156,6 +156,8 @@ if command -v flock >/dev/null 2>&1; then
   fi
 fi
 
+: >"$log"
+
 choose_python() {
   local candidate
   if [[ -n "${AGENTOPSD_PYTHON:-}" ]]; then
@@ -210,7 +212,7 @@ step() {
   while kill -0 "$child" 2>/dev/null; do
     sleep 0.2
     if ((SECONDS >= next)); then
-      say "  … $(elapsed "$since"), still working ($(grep -c '^Collecting ' "$log" || true) packages fetched so far)"
+      say "  … $(elapsed "$since"), still working ($(grep -cE '^(Collecting|Processing) ' "$log" || true) packages fetched so far)"
       next=$((SECONDS + 30))
     fi
   done
@@ -300,7 +302,6 @@ if [[ -e "$state/unfinished" ]]; then
   say "an earlier install was interrupted; going on from there"
   repair >>"$log"
 fi
-: >"$log"
 touch "$state/unfinished"
 
 if ! done_already set; then
