@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +28,8 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def vectors() -> dict:
-    folder = os.environ.get("AGENTOPSD_VECTORS")
-    if not folder:
-        pytest.fail("set AGENTOPSD_VECTORS to the folder that holds credit.json, the worked numbers of the credit rule")
-    return json.loads((Path(folder) / "credit.json").read_text())
+def worked(vectors: Path) -> dict:
+    return json.loads((vectors / "credit.json").read_text())
 
 
 def as_row(turns: list[list[float]], lead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,34 +103,34 @@ def check(result: Credit, expected: dict, turn_ids: torch.Tensor, row: int = 0, 
 
 @pytest.mark.parametrize("variant", CONFIGS)
 @pytest.mark.parametrize("outcome", ["success", "failure"])
-def test_worked_numbers(vectors: dict, outcome: str, variant: str) -> None:
-    expected = vectors[outcome][variant]
-    turns = vectors["inputs"]["token_gaps"]
+def test_worked_numbers(worked: dict, outcome: str, variant: str) -> None:
+    expected = worked[outcome][variant]
+    turns = worked["inputs"]["token_gaps"]
     gaps, ids = as_row([[expected["e"][0]]] if variant == "single_turn" else turns, lead=2)
-    A = torch.tensor([vectors["A_seq"][outcome == "failure"]], dtype=torch.float64)
-    rate = torch.tensor([vectors["inputs"]["S"] / vectors["inputs"]["G"]])
+    A = torch.tensor([worked["A_seq"][outcome == "failure"]], dtype=torch.float64)
+    rate = torch.tensor([worked["inputs"]["S"] / worked["inputs"]["G"]])
     result = agentopsd_credit(A, gaps, ids, rate, CONFIGS[variant])
     if variant == "granularity_token":
         ids = torch.where(ids >= 0, (ids >= 0).cumsum(-1) - 1, -1)
     check(result, expected, ids)
 
 
-def test_every_worked_variant_is_covered(vectors: dict) -> None:
-    assert set(vectors["success"]) == set(vectors["failure"]) == set(CONFIGS)
+def test_every_worked_variant_is_covered(worked: dict) -> None:
+    assert set(worked["success"]) == set(worked["failure"]) == set(CONFIGS)
 
 
 @pytest.mark.parametrize(("name", "rate"), [("all_failed", 0.0), ("all_succeeded", 1.0)])
-def test_worked_zero_advantage_groups(vectors: dict, name: str, rate: float) -> None:
-    gaps, ids = as_row(vectors["inputs"]["token_gaps"])
+def test_worked_zero_advantage_groups(worked: dict, name: str, rate: float) -> None:
+    gaps, ids = as_row(worked["inputs"]["token_gaps"])
     result = agentopsd_credit(torch.zeros(1, dtype=torch.float64), gaps, ids, torch.tensor([rate]), CreditConfig())
-    check(result, vectors["zero_advantage_groups"][name], ids)
+    check(result, worked["zero_advantage_groups"][name], ids)
 
 
-def test_worked_base_advantages(vectors: dict) -> None:
-    S, G = vectors["inputs"]["S"], vectors["inputs"]["G"]
+def test_worked_base_advantages(worked: dict) -> None:
+    S, G = worked["inputs"]["S"], worked["inputs"]["G"]
     won = torch.tensor([1.0] * S + [0.0] * (G - S), dtype=torch.float64)
     A = group_advantage(won, torch.ones(G), torch.zeros(G, dtype=torch.long))
-    assert A.tolist() == pytest.approx([vectors["A_seq"][0]] * S + [vectors["A_seq"][1]] * (G - S), abs=1e-9)
+    assert A.tolist() == pytest.approx([worked["A_seq"][0]] * S + [worked["A_seq"][1]] * (G - S), abs=1e-9)
 
 
 # ---- properties
