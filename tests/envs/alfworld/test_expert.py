@@ -61,6 +61,8 @@ def test_beliefs_follow_the_answers() -> None:
     world.update("go to desk 1", "You arrive at desk 1. On the desk 1, you see nothing.")
     world.update("move pen 2 to desk 1", "You move the pen 2 to the desk 1.")
     assert (world.held, world.contents["desk 1"]) == (None, ["pen 2"])
+    world.update("go to drawer 1", "You arrive at drawer 1. The drawer 1 is closed.")
+    assert world.searched == {"desk 1"}
 
 
 def test_turns_to_a_receptacle_at_the_same_spot_by_examining_it() -> None:
@@ -93,6 +95,15 @@ def test_searches_the_likeliest_place_first_and_does_the_treatment() -> None:
         command = player.act()
         assert command == expected
         player.observe(command, answer)
+
+
+def test_leaves_what_lies_in_the_target_of_a_two_object_task() -> None:
+    player = SearchExpert(ROOM, "Your task is to: put two pen in desk.", prior={"drawer": {"pen": 1.0}})
+    player.observe("go to drawer 1", "You arrive at drawer 1. The drawer 1 is open. In it, you see a pen 1.")
+    player.observe("take pen 1 from drawer 1", "You pick up the pen 1 from the drawer 1.")
+    player.observe("go to desk 1", "You arrive at desk 1. On the desk 1, you see a pen 7.")
+    player.observe("move pen 1 to desk 1", "You move the pen 1 to the desk 1.")
+    assert player.act() == "go to drawer 2"
 
 
 def test_prior_counts_receptacles_that_hold_a_kind_of_object() -> None:
