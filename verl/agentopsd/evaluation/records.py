@@ -45,7 +45,7 @@ class Turn:
     dB: float | None = None
     w: float | None = None
     advantage: float | None = None
-    gaps: list[float] | None = None  # teacher minus actor log-prob of each action token, nats
+    gaps: list[float] | None = None  # teacher minus actor log-prob of each action token, nats to six digits
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def turn_credits(
     for k in range(turns):
         own = np.flatnonzero(ids == k)
         at = own if per_token else np.array([k])
-        gaps = (teacher[own] - student[own]).tolist()
+        gaps = [round(gap, 6) for gap in (teacher[own] - student[own]).tolist()]
         result.append(
             TurnCredit(
                 logprob_sum=float(student[own].sum()),
