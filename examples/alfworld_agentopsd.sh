@@ -37,5 +37,5 @@ update=(
 
 # shellcheck source=scripts/lib.sh
 source "$root/scripts/lib.sh"
-activate_environment
-exec python -m verl.agentopsd.main "${machine[@]}" "${method[@]}" "${rollout[@]}" "${update[@]}" "$@"
+use_agentopsd
+exec "$PYTHON" -m verl.agentopsd.main "${machine[@]}" "${method[@]}" "${rollout[@]}" "${update[@]}" "$@"

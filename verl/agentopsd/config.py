@@ -86,6 +86,12 @@ def env_section(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in section.items()}
 
 
+def data_parallel_size(config: DictConfig) -> int:
+    """Ranks that see different rows: all ranks, divided by those that share a sequence."""
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    return max(1, ranks // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+
+
 def env_config(config: DictConfig) -> EnvConfig:
     return EnvConfig(**_pick(config.env, EnvConfig))
 
@@ -118,7 +124,9 @@ def _method_problems(config: DictConfig) -> list[str]:
         _choice("agentopsd.evidence", section.evidence, ("raw", "clip", "centered", "zscore", "token_mean")),
         _number("agentopsd.warmdown_steps", section.warmdown_steps, 0, None, whole=True),
         _boolean("agentopsd.recursion", section.recursion),
-        None if section.prior == "group" else _number("agentopsd.prior", section.prior, 0, 1, open_low=True, open_high=True),
+        None
+        if section.prior == "group"
+        else _number("agentopsd.prior", section.prior, 0, 1, open_low=True, open_high=True),
         _choice("agentopsd.teacher.source", section.teacher.source, TEACHER_SOURCES),
         _choice("agentopsd.teacher.skill_position", section.teacher.skill_position, SKILL_POSITIONS),
         _choice("agentopsd.teacher.on_missing_skill", section.teacher.on_missing_skill, ON_MISSING_SKILL),
@@ -156,7 +164,36 @@ def _batch_problems(config: DictConfig) -> list[str]:
             f"data.train_batch_size={games} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
             f"one update needs whole mini-batches (both count games, each with {group} episodes)"
         )
-    return problems
+    return problems or _row_problems(config)
+
+
+def _row_problems(config: DictConfig) -> list[str]:
+    """Rows per rank must come out even, in mini-batches and in micro-batches."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks, mini_rows = data_parallel_size(config), actor.ppo_mini_batch_size * rollout.n
+    if mini_rows % ranks:
+        return [
+            f"a mini-batch has actor.ppo_mini_batch_size {actor.ppo_mini_batch_size} × rollout.n {rollout.n} = {mini_rows} "
+            f"rows, which {ranks} data-parallel ranks cannot share evenly: change actor_rollout_ref.actor.ppo_mini_batch_size"
+        ]
+    if actor.use_dynamic_bsz:
+        return []
+    update_rows = config.data.train_batch_size * rollout.n // ranks
+    checks = {
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
+            actor.ppo_micro_batch_size_per_gpu,
+            mini_rows // ranks,
+        ),
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": (
+            rollout.log_prob_micro_batch_size_per_gpu,
+            update_rows,
+        ),
+    }
+    return [
+        f"{key}={micro} does not divide the {rows} rows of a rank: choose a divisor of {rows}"
+        for key, (micro, rows) in checks.items()
+        if micro and rows % micro
+    ]
 
 
 def _length_problems(config: DictConfig) -> list[str]:

@@ -7,14 +7,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from verl.agentopsd.envs.base import Task, make_family
-
-
-def spread(tasks: list[Task], limit: int) -> list[Task]:
-    """``limit`` tasks (all when negative), the same for every call and evenly spread over the list."""
-    if limit < 0 or limit >= len(tasks):
-        return tasks
-    return [tasks[i * len(tasks) // limit] for i in range(limit)]
+from verl.agentopsd.envs.base import make_family
+from verl.agentopsd.evaluation.panel import spread
 
 
 class EpisodeDataset(Dataset):
@@ -23,11 +17,16 @@ class EpisodeDataset(Dataset):
     Args:
         data_files: a split or a list of splits.
         config: the section ``data``.
-        max_samples: keep at most so many games, evenly spread; all when negative.
+        max_samples: keep at most so many games of each split, task types taking turns; all when negative.
     """
 
     def __init__(
-        self, data_files: Any, tokenizer: Any, processor: Any = None, config: DictConfig | None = None, max_samples: int = -1
+        self,
+        data_files: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        config: DictConfig | None = None,
+        max_samples: int = -1,
     ):
         assert config is not None
         section = OmegaConf.to_container(config.env, resolve=True)
@@ -36,7 +35,10 @@ class EpisodeDataset(Dataset):
         self.env_name = str(section["name"])
         family = make_family({str(key): value for key, value in section.items()})
         splits = [data_files] if isinstance(data_files, str) else list(data_files)
-        self.tasks = spread([task for split in splits for task in family.tasks(split)], int(max_samples))
+        self.tasks = []
+        for split in splits:
+            tasks = family.tasks(split)
+            self.tasks += tasks if int(max_samples) < 0 else spread(tasks, int(max_samples))
 
     def __len__(self) -> int:
         return len(self.tasks)

@@ -67,17 +67,6 @@ class Episode:
 FIELDS = ["prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "extra_fields"]
 
 
-def is_padding(batch: KVBatchMeta) -> list[bool]:
-    """Which rows verl appended to make the batch divisible; they copy another row's facts and must not count (I10)."""
-    return [bool(tag.get("is_padding", False)) for tag in batch.tags]
-
-
-def real_rows(batch: KVBatchMeta) -> KVBatchMeta:
-    """``batch`` without padding rows."""
-    keys = [key for key, padding in zip(batch.keys, is_padding(batch), strict=True) if not padding]
-    return batch.select_keys(keys)
-
-
 def read_episodes(batch: KVBatchMeta) -> list[Episode]:
     """Fetches the rows of ``batch`` from the transfer queue, in its order."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)

@@ -6,6 +6,8 @@ Overrides are Hydra's: ``agentopsd.lambda=0.3 algorithm.adv_estimator=grpo model
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import warnings
@@ -62,7 +64,7 @@ def _validate_upstream(config: DictConfig) -> None:
     with open_dict(seen):
         seen.algorithm.adv_estimator = seen.agentopsd.base_estimator
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(seen, use_reference_policy=need_reference_policy(seen), use_critic=need_critic(seen))
     except (AssertionError, ValueError) as error:

@@ -3,9 +3,14 @@
 Does nothing unless the process was started for the CPU (``VERL_PLATFORM=cpu``).
 """
 
+import importlib
 import os
+import traceback
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    from verl.agentopsd.platform import cpu, patches
-
-    patches.apply()
+    try:
+        importlib.import_module("verl.agentopsd.platform.cpu")  # registers itself
+        importlib.import_module("verl.agentopsd.platform.patches").apply()
+    except Exception:
+        traceback.print_exc()  # verl logs a plugin's failure at debug level only
+        raise

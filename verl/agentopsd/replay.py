@@ -8,9 +8,15 @@ from typing import Any
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+from verl.agentopsd.rollout.failures import worker_errors
+
 
 class RolloutStalled(RuntimeError):
     """No episode finished within the limit."""
+
+
+class RolloutFailed(RuntimeError):
+    """Episodes are missing although their games are over: the engine or a worker failed, not the environment."""
 
 
 class EpisodeBuffer(ReplayBuffer):
@@ -24,6 +30,7 @@ class EpisodeBuffer(ReplayBuffer):
     def __init__(self, **kwargs: Any):
         options = kwargs["sampler_kwargs"] or {}
         self.limit_seconds = float(options.get("limit_seconds", 1800))
+        self.run_dir = str(options.get("run_dir", "."))
         super().__init__(poll_interval=float(options.get("poll_seconds", 0.05)), **kwargs)
         self._progress: tuple[int, int, int] | None = None
         self._since = time.monotonic()
@@ -31,6 +38,11 @@ class EpisodeBuffer(ReplayBuffer):
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         self._progress, self._since = None, time.monotonic()
         return super().sample(*args, **kwargs)
+
+    def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> Any:
+        if failed := self.failure_keys[partition_id]:
+            raise RolloutFailed(f"{len(failed)} games could not be played; {worker_errors(self.run_dir)}")
+        return super()._terminal_eviction_reasons(global_steps, partition_id)
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         progress = (
@@ -44,7 +56,7 @@ class EpisodeBuffer(ReplayBuffer):
             raise RolloutStalled(
                 f"no episode finished for {self.limit_seconds:.0f} s ({progress[0]} episodes are there, "
                 f"{len(self.running_keys[partition_id])} games running, {len(self.pending_keys[partition_id])} waiting). "
-                "Raise limits.rollout if episodes are that long, or look at the worker logs for a dead engine."
+                f"Raise limits.rollout if episodes take that long; {worker_errors(self.run_dir)}"
             )
         return super()._wait_for_next_poll(partition_id, last_debug_time)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import numbers
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class RunLog:
         self._drop_after(first_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._started = time.perf_counter()
-        self.console = Console()
+        # sys.__stdout__: upstream's own prints go to a file while a run is on (task_runner)
+        self.console = Console(file=sys.__stdout__, soft_wrap=True)
         self._bar = Progress(
             TextColumn("[bold]updates"),
             BarColumn(),
@@ -121,7 +123,16 @@ def summary_line(step: int, data: dict[str, float]) -> str:
     add("validation success", "val/success_rate", ".3f")
     add("n", "val/episodes", ".0f")
     if "timing_s/step" in data:
-        stages = {"gen": "gen", "old_log_prob": "old", "ref": "ref", "adv": "adv", "update_actor": "update", "update_weights": "sync"}
-        shares = " ".join(f"{name} {data[f'timing_s/{key}']:.1f}" for key, name in stages.items() if f"timing_s/{key}" in data)
+        stages = {
+            "gen": "gen",
+            "old_log_prob": "old",
+            "ref": "ref",
+            "adv": "adv",
+            "update_actor": "update",
+            "update_weights": "sync",
+        }
+        shares = " ".join(
+            f"{name} {data[f'timing_s/{key}']:.1f}" for key, name in stages.items() if f"timing_s/{key}" in data
+        )
         parts.append(f"{data['timing_s/step']:.1f} s ({shares})")
     return "  ".join(parts)

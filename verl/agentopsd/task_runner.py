@@ -7,19 +7,30 @@ where the user is, and the progress bar has a terminal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.watchdog import kill_children
 
 logger = logging.getLogger(__name__)
+
+
+MIN_FREE_BYTES = 2 * 2**30
+
+
+class RunDirError(RuntimeError):
+    """The run directory cannot take this run."""
 
 
 class ResourceError(RuntimeError):
@@ -38,8 +49,12 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
 
     own_cluster = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     try:
+        run_dir = prepare_run_dir(config)
         start_ray(config, environment)
-        _train(config)
+        with (run_dir / "verl.log").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the libraries; what concerns the user is an error or a metric
+                _train(config)
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -70,7 +85,9 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         if os.environ.get("RAY_ADDRESS"):
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
-        ray.init(**{str(k): v for k, v in options.items()}, runtime_env={**defaults, **given}, logging_level=logging.WARNING)
+        ray.init(
+            **{str(k): v for k, v in options.items()}, runtime_env={**defaults, **given}, logging_level=logging.ERROR
+        )
     needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
     available = int(ray.cluster_resources().get("GPU", 0))
     if available < needed:
@@ -83,7 +100,7 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
 
 def _train(config: DictConfig) -> None:
     import transfer_queue as tq
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, trainer_base
 
     from verl.agentopsd.trainer import AgentOPSDTrainer
 
@@ -91,6 +108,9 @@ def _train(config: DictConfig) -> None:
         config.transfer_queue.enable = True
     OmegaConf.resolve(config)
     write_run_files(config)
+    quiet_transfer_queue()
+    # upstream draws a bar of its own; ours has the success rate in it
+    trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:
@@ -111,10 +131,43 @@ def _train(config: DictConfig) -> None:
             tq.close()
 
 
+def prepare_run_dir(config: DictConfig) -> Path:
+    """Makes the run directory. A finished or interrupted run in it is continued, never overwritten.
+
+    Raises:
+        RunDirError: it cannot be written, has too little space, or holds a run while resuming is switched off.
+    """
+    run_dir = Path(config.run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ".writable").touch()
+        (run_dir / ".writable").unlink()
+    except OSError as error:
+        raise RunDirError(f"run_dir={run_dir} cannot be written ({error.strerror}): choose another folder") from error
+    if (free := shutil.disk_usage(run_dir).free) < MIN_FREE_BYTES:
+        raise RunDirError(
+            f"run_dir={run_dir}: {free / 2**30:.1f} GiB free, a run needs at least {MIN_FREE_BYTES / 2**30:.0f} GiB for "
+            "checkpoints and records: free some space or choose a folder on another disk"
+        )
+    if config.trainer.resume_mode == "disable" and (run_dir / "metrics.jsonl").exists():
+        raise RunDirError(
+            f"run_dir={run_dir} already holds a run and trainer.resume_mode=disable would overwrite it: choose another "
+            "run_dir, or trainer.resume_mode=auto to continue it"
+        )
+    (run_dir / FAILURES).unlink(missing_ok=True)
+    return run_dir
+
+
+def quiet_transfer_queue() -> None:
+    """Its loggers were made when verl was imported, before TQ_LOGGING_LEVEL could be set for this process."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("transfer_queue"):
+            logging.getLogger(name).setLevel(os.environ.get("TQ_LOGGING_LEVEL", "WARNING"))
+
+
 def write_run_files(config: DictConfig) -> None:
     """The resolved configuration and what it ran on, in the run directory."""
     run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
     (run_dir / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
 

@@ -101,7 +101,9 @@ def scoring_batch(rows: list[torch.Tensor], responses: list[torch.Tensor], tempe
         responses: (T,) int64 per row, the last T tokens of the row.
     """
     for row, response in zip(rows, responses, strict=True):
-        assert torch.equal(row[len(row) - len(response) :], response), "a teacher row must end in the student's response"
+        assert torch.equal(row[len(row) - len(response) :], response), (
+            "a teacher row must end in the student's response"
+        )
     loss_masks = [
         torch.cat([torch.zeros(len(row) - len(response)), torch.ones(len(response))]).long()
         for row, response in zip(rows, responses, strict=True)

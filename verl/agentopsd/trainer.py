@@ -27,22 +27,29 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 
 from verl.agentopsd import metrics as step_metrics
-from verl.agentopsd.config import credit_config, env_config, env_section, method_of, teacher_config
+from verl.agentopsd.arrange import arrangement
+from verl.agentopsd.config import (
+    credit_config,
+    data_parallel_size,
+    env_config,
+    env_section,
+    method_of,
+    teacher_config,
+)
 from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
 from verl.agentopsd.envs.base import make_family
-from verl.agentopsd.episodes import Episode, read_episodes, read_facts, real_rows
+from verl.agentopsd.episodes import Episode, read_episodes, read_facts
+from verl.agentopsd.evaluation.panel import panel_hash
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter, episode_record
-from verl.agentopsd.evaluation.summary import summarize
+from verl.agentopsd.evaluation.summary import finished
+from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
+from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.run_log import RunLog
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.teacher import TeacherPolicy
 from verl.agentopsd.watchdog import stage
-
-
-class RolloutFailed(RuntimeError):
-    """Episodes are missing although their games are reported as over."""
 
 
 @register_trainer("agentopsd")
@@ -62,6 +69,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
         super().__init__(config)
         self.credit_rule = credit_config(config)
         self.env = env_config(config)
+        self.data_parallel_size = data_parallel_size(config)
         self._tracking: RunLog | None = None
         self._credited: list[CreditedEpisode] = []
 
@@ -104,10 +112,8 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _row_multiple(self) -> int:
         rollout = self.config.actor_rollout_ref.rollout
-        ranks = self.config.trainer.n_gpus_per_node * self.config.trainer.nnodes
-        sequence_parallel = self.config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-        data_parallel = max(1, ranks // sequence_parallel)
-        return data_parallel * (1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu)
+        micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
+        return self.data_parallel_size * micro_batch
 
     # -- what a run writes ---------------------------------------------------------------------------------------
 
@@ -129,19 +135,22 @@ class AgentOPSDTrainer(PPOTrainerSync):
         batch["uid"] = tu.get_tensordict({"uid": uids})["uid"]
         return batch
 
-    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
-        expected = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        """Checks that every episode is there and arranges the rows; upstream's version would mix mini-batches."""
+        group = self.config.actor_rollout_ref.rollout.n
+        expected = self.config.data.train_batch_size * group
         if len(batch) != expected:
             raise RolloutFailed(
-                f"update {self.global_steps}: {len(batch)} of {expected} episodes arrived; the rollout engine or an "
-                "agent-loop worker failed. Its error is in the worker logs (ray_kwargs.ray_init.log_to_driver=true shows them)."
+                f"update {self.global_steps}: {len(batch)} of {expected} episodes arrived; {worker_errors(self.run_dir)}"
             )
-        return super()._balance_batch(batch, *args, **kwargs)
+        mini_batch_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * group
+        batch.reorder(arrangement([tag["seq_len"] for tag in batch.tags], self.data_parallel_size, mini_batch_rows))
+        return batch
 
     # -- advantage -----------------------------------------------------------------------------------------------
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        episodes = read_episodes(real_rows(batch))
+        episodes = read_episodes(batch)
         advantages = self._base_advantages(batch, episodes, metrics)
         success_rates = self._success_rates(episodes)
         teacher_log_probs = self._teacher_log_probs(episodes, advantages, metrics)
@@ -195,9 +204,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
         started = time.perf_counter()
         with self._limited("teacher"):
             log_probs = self.teacher.log_probs(rows)
-        gaps = [
-            (scored - row.old_log_probs)[row.action_mask] for row, scored in zip(rows, log_probs, strict=True)
-        ]
+        gaps = [(scored - row.old_log_probs)[row.action_mask] for row, scored in zip(rows, log_probs, strict=True)]
         metrics.update(
             step_metrics.teacher_metrics(
                 gaps,
@@ -274,12 +281,17 @@ class AgentOPSDTrainer(PPOTrainerSync):
     def _validate(self) -> dict[str, float]:
         """Plays the validation games once, skill-free, and counts every episode once."""
         records: list[EpisodeRecord] = []
+        started = time.perf_counter()
         for number, rows in enumerate(self.val_dataloader):
-            rows["uid"] = np.array([f"{self.global_steps:06d}-v{number:02d}-{i:04d}" for i in range(len(rows["raw_prompt"]))], dtype=object)
+            rows["uid"] = np.array(
+                [f"{self.global_steps:06d}-v{number:02d}-{i:04d}" for i in range(len(rows["raw_prompt"]))], dtype=object
+            )
             games = tu.get_tensordict(rows)
             tu.assign_non_tensor_data(games, "global_steps", self.global_steps)
             tu.assign_non_tensor_data(games, "validate", True)
-            tags = [{"is_prompt": True, "status": "pending", "global_steps": self.global_steps} for _ in range(len(games))]
+            tags = [
+                {"is_prompt": True, "status": "pending", "global_steps": self.global_steps} for _ in range(len(games))
+            ]
             tq.kv_batch_put(keys=list(rows["uid"]), partition_id="val", tags=tags)
             self.agent_loop_manager.generate_sequences(games)
             batch, _ = self.replay_buffer.sample(
@@ -290,9 +302,28 @@ class AgentOPSDTrainer(PPOTrainerSync):
                 for facts in read_facts(batch)
             ]
             tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
-        summary = summarize(records)
+        summary = finished(
+            records,
+            model=str(self.config.actor_rollout_ref.model.path),
+            panel=self._panel_name(),
+            panel_hash=panel_hash(self.val_dataset.tasks),
+            sampling=self._validation_sampling(),
+            wall_seconds=time.perf_counter() - started,
+        )
         self._write_records(self.run_dir / "validation" / f"{self.global_steps:06d}.jsonl", records, summary)
         return step_metrics.validation_metrics(records)
+
+    def _panel_name(self) -> str:
+        files, limit = self.config.data.val_files, self.config.data.val_max_samples
+        return (files if isinstance(files, str) else "+".join(files)) + (f"-{limit}" if limit > 0 else "")
+
+    def _validation_sampling(self) -> dict[str, Any]:
+        settings = self.config.actor_rollout_ref.rollout.val_kwargs
+        return {
+            **{name: settings[name] for name in ("temperature", "top_p", "top_k", "n")},
+            "max_turns": self.config.env.max_turns,
+            "max_action_tokens": self.config.env.max_action_tokens,
+        }
 
     @contextlib.contextmanager
     def _limited(self, name: str) -> Iterator[None]:

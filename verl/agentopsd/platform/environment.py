@@ -5,6 +5,7 @@ A variable that the user has already set is left alone.
 
 from __future__ import annotations
 
+import logging
 import os
 
 CPU_ENVIRONMENT = {
@@ -19,12 +20,14 @@ CPU_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VERL_LOGGING_LEVEL": "WARNING",
+    "TQ_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
-    "HYDRA_FULL_ERROR": "0",
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 
 
@@ -36,6 +39,8 @@ def activate_cpu() -> dict[str, str]:
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
+    # verl read VERL_LOGGING_LEVEL when it was imported, before it could be set for this process
+    logging.getLogger("verl.plugin.platform.platform_manager").setLevel(os.environ["VERL_LOGGING_LEVEL"])
     from verl.agentopsd.platform import patches
     from verl.agentopsd.platform.cpu import PlatformCPU
     from verl.plugin.platform import get_platform, set_platform

@@ -23,6 +23,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.agentopsd.envs.base import EnvFamily, EnvironmentFault, Message, Task, make_family
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv
+from verl.agentopsd.rollout.failures import report
 from verl.agentopsd.rollout.ledger import TokenLedger
 from verl.agentopsd.rollout.seeds import episode_seed, turn_seed
 from verl.agentopsd.skills.insert import with_skill
@@ -125,10 +126,22 @@ class TextEnvAgentLoop(AgentLoopBase):
         # verl makes one loop object per episode; the context keeps config and tokenizer alive, so their ids stay theirs
         key = (id(self.config), id(self.tokenizer))
         if key not in self._contexts:
-            self._contexts[key] = RolloutContext.create(self.config, self.tokenizer)
+            try:
+                self._contexts[key] = RolloutContext.create(self.config, self.tokenizer)
+            except Exception as error:
+                report(self.config.get("run_dir", "."), "start of the agent loop", error)
+                raise
         self.context = self._contexts[key]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Plays one episode; an error that is not the environment's is left in the run directory for the trainer."""
+        try:
+            return await self._episode(sampling_params, **kwargs)
+        except Exception as error:
+            report(self.config.get("run_dir", "."), kwargs["extra_info"]["game_id"], error)
+            raise
+
+    async def _episode(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Plays one episode.
 
         Args:
