@@ -227,27 +227,26 @@ def test_killed_install_is_taken_up_again(checkout: Path, tools: Path, tmp_path:
     assert waiting.stderr is not None and "waiting" in waiting.stderr.readline()
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(timeout=1)
-    os.kill(_holder_of(state / "lock", excluding=waiting.pid), signal.SIGKILL)
+    kill_holders(state / "lock", spare=waiting.pid)
     _, messages = waiting.communicate(timeout=60)
     assert waiting.returncode == 0 and "interrupted; going on" in messages
     assert (state / "set").exists() and not (state / "unfinished").exists()
 
 
-def _holder_of(lock: Path, excluding: int) -> int:
-    """The process group leader that keeps ``lock`` open after its parent was killed; its children go with it."""
-    holders = []
+def kill_holders(lock: Path, spare: int) -> None:
+    """Kills the processes that a killed installer left behind with ``lock`` open; spares one and its children."""
+    killed = 0
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != excluding:
-            try:
-                open_files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
-            except OSError:
+        try:
+            if str(lock) not in [os.readlink(fd) for fd in (entry / "fd").iterdir()]:
                 continue
-            if str(lock) in open_files:
-                holders.append(int(entry.name))
-    assert holders
-    for pid in holders[1:]:
-        os.kill(pid, signal.SIGKILL)
-    return holders[0]
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError):
+            continue
+        if spare not in (int(entry.name), parent):
+            os.kill(int(entry.name), signal.SIGKILL)
+            killed += 1
+    assert killed
 
 
 def test_interrupt_stops_pip_and_says_so(checkout: Path, tools: Path, tmp_path: Path) -> None:
