@@ -225,8 +225,10 @@ def test_killed_install_is_taken_up_again(checkout: Path, tools: Path, tmp_path:
 
     waiting = subprocess.Popen(command, env=environment(tools, STUB_LOG=str(log)), stderr=subprocess.PIPE, text=True)
     assert waiting.stderr is not None and "waiting" in waiting.stderr.readline()
+    before = pip_calls(log)
     with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(timeout=1)
+        waiting.wait(timeout=2)
+    assert pip_calls(log) == before
     kill_holders(state / "lock", spare=waiting.pid)
     _, messages = waiting.communicate(timeout=60)
     assert waiting.returncode == 0 and "interrupted; going on" in messages
