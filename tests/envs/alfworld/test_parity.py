@@ -59,6 +59,7 @@ def assert_same_play(exact: TextEnv, real: TextEnv, commands: list[str]) -> int:
     return len(commands)
 
 
+@pytest.mark.timeout(600)
 def test_random_play_on_real_games(alfworld_data, pool):
     rng = random.Random(20)
     tasks = [task for split in ("train", "valid_seen", "valid_unseen") for task in discover(alfworld_data, split)]
@@ -75,6 +76,7 @@ def test_random_play_on_real_games(alfworld_data, pool):
     assert (len(picked), steps) == (24, 24 * STEPS)
 
 
+@pytest.mark.timeout(600)
 def test_generated_games_play_the_same_and_their_walkthroughs_win(tmp_path, pool):
     generate(tmp_path / "games", {"train": GENERATED // 2, "valid_unseen": GENERATED // 2}, seed=3)
     tasks = [task for split in ("train", "valid_unseen") for task in discover(tmp_path / "games", split)]
