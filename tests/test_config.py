@@ -2,6 +2,7 @@
 
 import pytest
 from omegaconf import OmegaConf
+
 from verl.agentopsd import config as checks
 from verl.agentopsd.main import compose_config, config_group, plan
 

@@ -31,7 +31,14 @@ def test_trainer_methods_we_override(name: str):
 
 def test_the_order_of_one_update():
     source = inspect.getsource(PPOTrainer._step_once)
-    stages = ["sample", "_balance_batch", "_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage", "_update_actor"]
+    stages = [
+        "sample",
+        "_balance_batch",
+        "_compute_old_log_prob",
+        "_compute_ref_log_prob",
+        "_compute_advantage",
+        "_update_actor",
+    ]
     positions = [source.index(f"{stage}(") for stage in stages]
     assert positions == sorted(positions)
 

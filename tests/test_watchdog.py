@@ -26,13 +26,12 @@ def test_a_stage_within_its_limit_leaves_nothing(tmp_path: Path):
 def test_a_hang_becomes_an_error_with_stacks_and_no_orphans(tmp_path: Path):
     import psutil
 
-    done = subprocess.run(
-        [sys.executable, "-c", HANG, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", HANG, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == STALLED_EXIT_CODE
     assert "the stage 'weight_sync' made no progress for 0 s" in done.stderr
     assert "raise limits.weight_sync" in done.stderr
-    assert "time.sleep" in (tmp_path / "stalled-weight_sync.txt").read_text() or "<string>" in (
-        tmp_path / "stalled-weight_sync.txt"
-    ).read_text()
+    assert (
+        "time.sleep" in (tmp_path / "stalled-weight_sync.txt").read_text()
+        or "<string>" in (tmp_path / "stalled-weight_sync.txt").read_text()
+    )
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))

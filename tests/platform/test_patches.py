@@ -1,4 +1,4 @@
-"""Each patch is still needed: the unpatched upstream behaviour that it repairs is shown here, in a process of its own."""
+"""Each patch is still needed: the upstream behaviour that it repairs is shown here."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The sections ``agentopsd`` and ``env``: typed, validated before Ray starts, with the key and the remedy in each message.
+"""The sections ``agentopsd`` and ``env``: typed, validated before Ray starts; messages name key and remedy.
 
 Everything else in the configuration is verl's and is checked by verl's own ``validate_config``.
 """
@@ -173,8 +173,8 @@ def _row_problems(config: DictConfig) -> list[str]:
     ranks, mini_rows = data_parallel_size(config), actor.ppo_mini_batch_size * rollout.n
     if mini_rows % ranks:
         return [
-            f"a mini-batch has actor.ppo_mini_batch_size {actor.ppo_mini_batch_size} × rollout.n {rollout.n} = {mini_rows} "
-            f"rows, which {ranks} data-parallel ranks cannot share evenly: change actor_rollout_ref.actor.ppo_mini_batch_size"
+            f"a mini-batch has {actor.ppo_mini_batch_size} games × rollout.n {rollout.n} = {mini_rows} rows, which "
+            f"{ranks} data-parallel ranks cannot share evenly: change actor_rollout_ref.actor.ppo_mini_batch_size"
         ]
     if actor.use_dynamic_bsz:
         return []
@@ -208,7 +208,8 @@ def _length_problems(config: DictConfig) -> list[str]:
     if rollout.max_model_len is not None and rollout.max_model_len < total:
         problems.append(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} < data.max_prompt_length "
-            f"{data.max_prompt_length} + data.max_response_length {data.max_response_length} = {total}: raise it to {total}"
+            f"{data.max_prompt_length} + data.max_response_length {data.max_response_length} = {total}: "
+            f"raise it to {total}"
         )
     return problems
 

@@ -54,7 +54,7 @@ class Episode:
         return not self.facts["env_error"]
 
     def turn_ids(self) -> torch.Tensor:
-        """(T,) int64: index of the turn that sampled each token, -1 elsewhere. Checks that turns cover the mask (I3)."""
+        """(T,) int64: the turn that sampled each token, -1 elsewhere. Checks that turns cover the mask (I3)."""
         ids = torch.full_like(self.response_ids, -1)
         for index, turn in enumerate(self.facts["turns"]):
             start, end = turn["span"]

@@ -54,8 +54,8 @@ class EpisodeBuffer(ReplayBuffer):
             self._progress, self._since = progress, time.monotonic()
         if time.monotonic() - self._since > self.limit_seconds:
             raise RolloutStalled(
-                f"no episode finished for {self.limit_seconds:.0f} s ({progress[0]} episodes are there, "
-                f"{len(self.running_keys[partition_id])} games running, {len(self.pending_keys[partition_id])} waiting). "
+                f"no episode finished for {self.limit_seconds:.0f} s ({progress[0]} are there, "
+                f"{len(self.running_keys[partition_id])} games run, {len(self.pending_keys[partition_id])} wait). "
                 f"Raise limits.rollout if episodes take that long; {worker_errors(self.run_dir)}"
             )
         return super()._wait_for_next_poll(partition_id, last_debug_time)

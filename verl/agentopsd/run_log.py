@@ -1,4 +1,4 @@
-"""What a run tells its user: metrics.jsonl, one line per update on the screen, and a curve that is redrawn as it goes."""
+"""What a run tells its user: metrics.jsonl, one line per update on the screen, and a curve that is redrawn."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
     if available < needed:
         raise ResourceError(
             f"the run needs {needed} GPUs (trainer.nnodes {config.trainer.nnodes} × trainer.n_gpus_per_node "
-            f"{config.trainer.n_gpus_per_node}) but the Ray cluster has {available}: lower them, add nodes, or stop the "
-            "running cluster (ray stop) and unset RAY_ADDRESS to start a local one"
+            f"{config.trainer.n_gpus_per_node}) but the Ray cluster has {available}: lower them, add nodes, or stop "
+            "the running cluster (ray stop) and unset RAY_ADDRESS to start a local one"
         )
 
 
@@ -146,7 +146,7 @@ def prepare_run_dir(config: DictConfig) -> Path:
         raise RunDirError(f"run_dir={run_dir} cannot be written ({error.strerror}): choose another folder") from error
     if (free := shutil.disk_usage(run_dir).free) < MIN_FREE_BYTES:
         raise RunDirError(
-            f"run_dir={run_dir}: {free / 2**30:.1f} GiB free, a run needs at least {MIN_FREE_BYTES / 2**30:.0f} GiB for "
+            f"run_dir={run_dir}: {free / 2**30:.1f} GiB free, a run needs {MIN_FREE_BYTES / 2**30:.0f} GiB for "
             "checkpoints and records: free some space or choose a folder on another disk"
         )
     if config.trainer.resume_mode == "disable" and (run_dir / "metrics.jsonl").exists():

@@ -1,7 +1,7 @@
 """The teacher: the policy that reads an episode again with privileged text in its prompt.
 
 For each episode the response ids stay exactly what the student sampled; only the prompt changes. The gap between the
-two log-probabilities of an action token is the evidence that the credit rule uses (DESIGN §4, I4 and I5; paper §3).
+two log-probabilities of an action token is the evidence that the credit rule uses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
 
 LogProbFn = Callable[[TensorDict], TensorDict]
-"""Forward pass of the training engine: jagged ``input_ids``, ``position_ids``, ``loss_mask`` -> jagged ``log_probs``."""
+"""The training engine's forward: jagged ``input_ids``, ``position_ids``, ``loss_mask`` -> jagged ``log_probs``."""
 
 
 @dataclass
 class TeacherPolicy:
-    """Scores response tokens with a skill in the prompt, by the same engine and weights as the student's ``old_log_probs``.
+    """Scores response tokens with a skill in the prompt: the engine and weights of ``old_log_probs``.
 
     Args:
         config: where the text comes from and where it goes.
@@ -80,9 +80,9 @@ class TeacherPolicy:
         if len(row) > self.max_length:
             prompt = len(row) - len(episode.response_ids)
             raise ConfigError(
-                f"{episode.facts['game_id']}: teacher prompt {prompt} + response {len(episode.response_ids)} = {len(row)} "
-                f"tokens, but a row may have {self.max_length}. Skills are never cut: raise "
-                "actor_rollout_ref.rollout.max_model_len (and the micro-batch token limits) or shorten the skill."
+                f"{episode.facts['game_id']}: teacher prompt {prompt} + response "
+                f"{len(episode.response_ids)} = {len(row)} tokens, but a row may have {self.max_length}. "
+                "Skills are never cut: raise actor_rollout_ref.rollout.max_model_len (and the micro-batch token limits) or shorten the skill."
             )
         self.tokens += len(row)
         return row
@@ -113,6 +113,8 @@ def scoring_batch(rows: list[torch.Tensor], responses: list[torch.Tensor], tempe
         "position_ids": [torch.arange(len(row)) for row in rows],
         "loss_mask": loss_masks,
     }
-    tensors = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
+    tensors: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()
+    }
     settings = {"temperature": temperature, "calculate_entropy": False, "compute_loss": False}
     return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)

@@ -1,8 +1,8 @@
 """verl's synchronous trainer with turn-level credit: the only file that touches verl's training loop.
 
-One update, in verl's order: rollout → old log-probs → (reference) → **advantage** → policy update → weight sync. Only the
-advantage stage differs: after verl's base estimator has given every trajectory its advantage A, the teacher rescores the
-trajectories with A ≠ 0 and the credit rule spreads A over their turns (DESIGN §3).
+One update, in verl's order: rollout → old log-probs → (reference) → **advantage** → policy update → weight sync. Only
+the advantage stage differs: after verl's base estimator has given every trajectory its advantage A, the teacher
+rescores the trajectories with A ≠ 0 and the credit rule spreads A over their turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -86,7 +86,8 @@ class AgentOPSDTrainer(PPOTrainerSync):
             super().on_init_end()
 
     def _template_kwargs(self) -> dict[str, Any]:
-        return dict(OmegaConf.to_container(self.config.data.get("apply_chat_template_kwargs", {}), resolve=True) or {})
+        settings = self.config.data.get("apply_chat_template_kwargs") or {}
+        return {str(name): value for name, value in settings.items()}
 
     def _build_teacher(self) -> TeacherPolicy:
         settings = teacher_config(self.config)
@@ -118,12 +119,12 @@ class AgentOPSDTrainer(PPOTrainerSync):
     # -- what a run writes ---------------------------------------------------------------------------------------
 
     @property
-    def logger(self) -> RunLog | None:
+    def logger(self) -> Any:
         return self._tracking
 
     @logger.setter
     def logger(self, tracking: Any) -> None:
-        """Upstream assigns its Tracking here once training starts; ours writes metrics.jsonl and the progress beside it."""
+        """Upstream assigns its Tracking here once training starts; ours adds metrics.jsonl and the progress."""
         self._tracking = RunLog(tracking, self.run_dir, self.total_training_steps, first_step=self.global_steps)
 
     # -- rollout -------------------------------------------------------------------------------------------------
@@ -135,13 +136,13 @@ class AgentOPSDTrainer(PPOTrainerSync):
         batch["uid"] = tu.get_tensordict({"uid": uids})["uid"]
         return batch
 
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Checks that every episode is there and arranges the rows; upstream's version would mix mini-batches."""
         group = self.config.actor_rollout_ref.rollout.n
         expected = self.config.data.train_batch_size * group
         if len(batch) != expected:
             raise RolloutFailed(
-                f"update {self.global_steps}: {len(batch)} of {expected} episodes arrived; {worker_errors(self.run_dir)}"
+                f"update {self.global_steps}: {len(batch)} of {expected} episodes; {worker_errors(self.run_dir)}"
             )
         mini_batch_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * group
         batch.reorder(arrangement([tag["seq_len"] for tag in batch.tags], self.data_parallel_size, mini_batch_rows))

@@ -73,7 +73,7 @@ class PlatformCPU(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> str:
+    def current_device(self) -> str:  # type: ignore[override]
         return "cpu"  # verl hands this to torch.device(...) and .to(...)
 
     def device_count(self) -> int:

@@ -41,9 +41,10 @@ def activate_cpu() -> dict[str, str]:
 
     # verl read VERL_LOGGING_LEVEL when it was imported, before it could be set for this process
     logging.getLogger("verl.plugin.platform.platform_manager").setLevel(os.environ["VERL_LOGGING_LEVEL"])
+    from verl.plugin.platform import get_platform, set_platform
+
     from verl.agentopsd.platform import patches
     from verl.agentopsd.platform.cpu import PlatformCPU
-    from verl.plugin.platform import get_platform, set_platform
 
     if not isinstance(get_platform(), PlatformCPU):
         set_platform(PlatformCPU())

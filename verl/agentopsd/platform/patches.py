@@ -57,7 +57,7 @@ def unpinned_cpu_offload() -> None:
         def __init__(self, pin_memory: bool = True):
             super().__init__(pin_memory=False)
 
-    fsdp.CPUOffloadPolicy = UnpinnedCPUOffloadPolicy
+    fsdp.CPUOffloadPolicy = UnpinnedCPUOffloadPolicy  # type: ignore[misc]
 
 
 PATCHES = (gloo_process_group, vllm_distribution_name, unpinned_cpu_offload)

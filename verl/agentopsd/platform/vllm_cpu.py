@@ -18,7 +18,7 @@ def keep_linear_weights_loadable() -> None:
     import vllm.model_executor.layers.utils as layers
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     layers.dispatch_cpu_unquantized_gemm = dispatch
 
