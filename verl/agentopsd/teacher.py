@@ -82,7 +82,8 @@ class TeacherPolicy:
             raise ConfigError(
                 f"{episode.facts['game_id']}: teacher prompt {prompt} + response "
                 f"{len(episode.response_ids)} = {len(row)} tokens, but a row may have {self.max_length}. "
-                "Skills are never cut: raise actor_rollout_ref.rollout.max_model_len (and the micro-batch token limits) or shorten the skill."
+                "Skills are never cut: raise actor_rollout_ref.rollout.max_model_len (and the micro-batch token "
+                "limits) or shorten the skill."
             )
         self.tokens += len(row)
         return row
