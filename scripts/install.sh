@@ -14,7 +14,7 @@ TORCH_CPU=2.13.0
 TORCH_INDEX="${AGENTOPSD_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 FLASH_ATTN=2.8.3
 SETUPTOOLS=77.0.3
-declare -A DISK_MB=([cpu]=6000 [gpu]=25000)
+declare -A DISK_MB=([cpu]=5000 [gpu]=25000)
 
 usage() {
   cat <<'TEXT'
