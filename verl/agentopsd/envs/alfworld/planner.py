@@ -36,8 +36,10 @@ def _attempt(game: Game, target: str) -> tuple[str, ...] | None:
         if lamp_places and player.fetch_nearest("") and player.at(min(lamp_places)):
             player.do(f"use {game.names[target]}")
     else:
+        # What lies in the target already is only worth fetching if it needs treatment.
+        avoid = target if game.goal.state is None else ""
         for _ in range(2 if game.goal.kind == "place_two" else 1):
-            thing = player.fetch_nearest(avoid=target)
+            thing = player.fetch_nearest(avoid)
             if thing is None or not player.treat(thing) or not player.open_at(target):
                 return None
             player.do(f"move {game.names[thing]} to {game.names[target]}")
