@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -154,6 +156,12 @@ def row_kwargs(game="train/a", session=0, step=11, **info):
         "global_steps": step,
         "extra_info": {"game_id": game, "split": "train", "task_type": "count", "path": "", "seed": 5, **info},
     }
+
+
+@pytest.fixture(autouse=True)
+def run_directory(tmp_path_factory, monkeypatch):
+    """Without ``run_dir`` in the configuration, errors are reported in the current directory."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("run"))
 
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -455,6 +463,7 @@ def test_a_slow_server_ends_the_episode_at_its_deadline(qwen25_tokenizer):
 def test_a_failing_server_is_an_error_that_names_game_and_turn(qwen25_tokenizer, answer, message):
     with pytest.raises(RolloutError, match=message):
         play(qwen25_tokenizer, ["count", answer])
+    assert re.search(message, Path("worker-errors.log").read_text()), "the trainer quotes this file"
 
 
 def test_without_logprobs_the_row_has_none(qwen25_tokenizer):
