@@ -7,7 +7,7 @@ import pytest
 
 from verl.agentopsd.evaluation import plots
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
-from verl.agentopsd.evaluation.run_metrics import RunError, read_metrics
+from verl.agentopsd.evaluation.run_metrics import read_metrics
 from verl.agentopsd.evaluation.statistics import wilson
 
 PNG = b"\x89PNG"

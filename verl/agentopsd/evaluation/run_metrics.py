@@ -1,4 +1,4 @@
-"""Reads a run's ``metrics.jsonl``: one ``{"step": int, "data": {name: number}}`` per line, as verl's file logger does."""
+"""Reads a run's ``metrics.jsonl``: a ``{"step": int, "data": {name: number}}`` per line, as verl's file logger does."""
 
 from __future__ import annotations
 

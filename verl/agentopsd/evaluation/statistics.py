@@ -83,12 +83,17 @@ def hierarchical_bootstrap(
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or not a.size or not b.size:
         raise ValueError(f"outcomes must be (seeds, games) over the same games, got shapes {a.shape} and {b.shape}")
     rng = np.random.default_rng(seed)
+
+    def shares(size: int, n: int) -> NDArray[np.float64]:
+        return rng.multinomial(n, np.full(n, 1 / n), size) / n  # how often each of n was drawn in n draws
+
     games = a.shape[1]
-    means = np.empty(resamples)
-    for i in range(resamples):
-        game = rng.integers(0, games, games)
-        of_a, of_b = (x[rng.integers(0, len(x), len(x))].mean(axis=0)[game].mean() for x in (a, b))
-        means[i] = of_b - of_a
+    means = np.concatenate(
+        [
+            ((shares(size, len(b)) @ b - shares(size, len(a)) @ a) * shares(size, games)).sum(axis=1)
+            for size in _chunks(resamples, games)
+        ]
+    )
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Estimate(float(b.mean() - a.mean()), float(low), float(high))
 
