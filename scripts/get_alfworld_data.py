@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -67,7 +69,7 @@ def unpack(archive: Path, out: Path, *, sha256: str | None = None, overwrite: bo
         if target.exists():
             shutil.rmtree(target)
         (draft / DATA_FOLDER).rename(target)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{archive} is damaged or not a .tar.* or .zip archive ({error})") from error
     except OSError as error:
         raise DataError(f"cannot unpack to {out}: {error.strerror or error}") from error
