@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl.agentopsd import preflight
 from verl.agentopsd.config import ConfigError, method_of, register_resolvers, suggest, validate
 from verl.agentopsd.platform.environment import activate_cpu
 
@@ -128,7 +129,8 @@ def train(overrides: list[str], dry_run: bool = False) -> None:
     """Composes, checks, prints the plan and, unless ``dry_run``, trains."""
     config = compose_config(overrides)
     environment = prepare(config)
-    print(plan(config), flush=True)
+    notes = preflight.check(config)
+    print("\n".join([plan(config), *notes]), flush=True)
     if dry_run:
         return
     from verl.agentopsd.task_runner import run

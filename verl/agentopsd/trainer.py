@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from verl.workers.config import HFModelConfig
 from verl.agentopsd import metrics as step_metrics
 from verl.agentopsd.arrange import arrangement
 from verl.agentopsd.config import (
+    TeacherConfig,
     credit_config,
     data_parallel_size,
     env_config,
@@ -47,7 +49,7 @@ from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.run_log import RunLog
-from verl.agentopsd.skills.bank import SkillBank
+from verl.agentopsd.skills.bank import SkillBank, assert_skill_free
 from verl.agentopsd.teacher import TeacherPolicy
 from verl.agentopsd.watchdog import stage
 
@@ -79,7 +81,10 @@ class AgentOPSDTrainer(PPOTrainerSync):
         with self._limited("start"):
             super()._setup()
         self.chat = ChatFormat(self.tokenizer, self._template_kwargs())
-        self.teacher = self._build_teacher() if self.method == "agentopsd" else None
+        settings = teacher_config(self.config)
+        task_types = make_family(env_section(self.config)).task_types
+        self.bank = SkillBank.load(settings.skills, task_types, on_missing=settings.on_missing_skill)
+        self.teacher = self._build_teacher(settings) if self.method == "agentopsd" else None
 
     def on_init_end(self) -> None:
         with self._limited("weight_sync"):
@@ -89,16 +94,13 @@ class AgentOPSDTrainer(PPOTrainerSync):
         settings = self.config.data.get("apply_chat_template_kwargs") or {}
         return {str(name): value for name, value in settings.items()}
 
-    def _build_teacher(self) -> TeacherPolicy:
-        settings = teacher_config(self.config)
-        family = make_family(env_section(self.config))
-        rollout = self.config.actor_rollout_ref.rollout
+    def _build_teacher(self, settings: TeacherConfig) -> TeacherPolicy:
         return TeacherPolicy(
             config=settings,
             chat=self.chat,
-            bank=SkillBank.load(settings.skills, family.task_types, on_missing=settings.on_missing_skill),
+            bank=self.bank,
             compute_log_prob=self.actor_rollout_wg.compute_log_prob,
-            temperature=rollout.temperature,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
             max_length=self._longest_row(),
             row_multiple=self._row_multiple(),
         )
@@ -109,7 +111,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
         limits = [getattr(model.hf_config, "max_position_embeddings", None)]
         if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             limits.append(self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
-        return min(int(limit) for limit in limits if limit)
+        return min((int(limit) for limit in limits if limit), default=sys.maxsize)
 
     def _row_multiple(self) -> int:
         rollout = self.config.actor_rollout_ref.rollout
@@ -211,7 +213,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
                 gaps,
                 rows_skipped=len(episodes) - len(rows),
                 tokens=self.teacher.tokens,
-                skill_fallbacks=sum(self.teacher.bank.fallbacks.values()),
+                skill_fallbacks=sum(self.bank.fallbacks.values()),
                 seconds=time.perf_counter() - started,
             )
         )
@@ -298,10 +300,9 @@ class AgentOPSDTrainer(PPOTrainerSync):
             batch, _ = self.replay_buffer.sample(
                 global_steps=self.global_steps, partition_id="val", batch_size=len(games)
             )
-            records += [
-                episode_record(facts, run=self.run_dir.name, step=self.global_steps, phase="validation")
-                for facts in read_facts(batch)
-            ]
+            for facts in read_facts(batch):
+                assert_skill_free(facts["messages"], self.bank)  # I11
+                records.append(episode_record(facts, run=self.run_dir.name, step=self.global_steps, phase="validation"))
             tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
         summary = finished(
             records,
