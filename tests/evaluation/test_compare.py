@@ -110,7 +110,7 @@ def test_the_report_in_all_its_forms(pair, tmp_path) -> None:
     code, text = run(f"base={file_a}", f"new={file_b}", "--markdown", md, "--json", js, "--figure", png)
     assert code == 0
     w = wilson(a.sum(), len(a))
-    shown = f"{a.mean():.1%} [{w.low:.1%}, {w.high:.1%}]"
+    shown = f"{100 * a.mean():.1f} [{100 * w.low:.1f}, {100 * w.high:.1f}]"
     assert shown in text and shown in md.read_text()
     assert "new against base" in text and "new is better than base by" in text
     assert "valid_unseen" in md.read_text() and "| model | turns |" in md.read_text()
@@ -245,7 +245,7 @@ def test_the_gate_fails_only_on_a_loss_that_is_sure_and_too_large(tmp_path, caps
     assert run(old, slightly, "--gate", "0.05")[0] == 0
     assert run(old, better, "--gate", "0")[0] == 0
     code, text = run(old, broken, "--gate", "0.05", "--json", js)
-    assert code == cli.GATE_FAILED and "gate failed: broken is worse than old by 42.9%" in text
+    assert code == cli.GATE_FAILED and "gate failed: broken is worse than old by 42.9 points" in text
     assert json.loads(js.read_text())["gate"]["passed"] is False
     assert run(old, broken, "--gate", "0.45")[0] == 0
     # one-sided: the normal approximation of the bound at 95 %

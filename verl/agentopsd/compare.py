@@ -51,19 +51,10 @@ def named_files(arguments: Sequence[str]) -> list[tuple[str, Path]]:
 def tables(result: Comparison) -> list[Table]:
     """One table per later model against the baseline, and one of how all of them played."""
     base, *others = result.models
-    level = f"{result.confidence:.0%}"
     shown: list[Table] = []
     for i, other in enumerate(others):
         seeds = max(base.seeds, other.seeds) > 1
-        header = [
-            "",
-            "n",
-            base.name,
-            other.name,
-            f"difference ({level})",
-            "seeds" if seeds else "McNemar p",
-            "detectable at",
-        ]
+        header = ["", "n", base.name, other.name, "difference", "seeds" if seeds else "McNemar p", "n to see it"]
         rows = [
             [
                 scope.name,
@@ -76,7 +67,9 @@ def tables(result: Comparison) -> list[Table]:
             ]
             for scope in result.scopes
         ]
-        shown.append((f"{other.name} against {base.name}", header, rows))
+        shown.append(
+            (f"{other.name} against {base.name}, success in % [{result.confidence:.0%} interval]", header, rows)
+        )
     header = ["model", "turns", "invalid / game", "truncated", "loops", "recovery", "action tokens"]
     rows = [
         [
@@ -97,11 +90,13 @@ def tables(result: Comparison) -> list[Table]:
 def verdict(scope: Scope, i: int, name: str, base: str) -> str:
     """What the interval of the difference says, in words."""
     d = scope.differences[i].difference
+    interval = f"{100 * d.low:+.1f} to {100 * d.high:+.1f}"
+    points = f"{100 * abs(d.value):.1f} points ({interval})"
     if d.low > 0:
-        return f"{name} is better than {base} by {d.value:+.1%} ({d.low:+.1%} to {d.high:+.1%})."
+        return f"{name} is better than {base} by {points}."
     if d.high < 0:
-        return f"{name} is worse than {base} by {-d.value:.1%} ({d.low:+.1%} to {d.high:+.1%})."
-    return f"No difference between {name} and {base} is shown: {d.value:+.1%} ({d.low:+.1%} to {d.high:+.1%})."
+        return f"{name} is worse than {base} by {points}."
+    return f"No difference between {name} and {base} is shown: {100 * d.value:+.1f} points ({interval})."
 
 
 def legend(result: Comparison) -> list[str]:
@@ -115,8 +110,8 @@ def legend(result: Comparison) -> list[str]:
     )
     return [
         f"Panel {result.panel} ({result.panel_hash}), {result.scopes[0].n} games. {how}",
-        "Detectable at: episodes per model at which a difference of this size shows with 80 % power. Rows are not "
-        "corrected for their number: judge by the first one.",
+        "n to see it: games per model at which a difference of this size shows with 80 % power. Rows are not corrected "
+        "for their number: judge by the first one.",
         *(f"Note: {note}." for note in result.notes),
     ]
 
@@ -195,8 +190,8 @@ def gate(result: Comparison, tolerance: float) -> list[str]:
         if upper < -tolerance:
             d = result.scopes[0].differences[i].difference.value
             failed.append(
-                f"{model.name} is worse than {result.models[0].name} by {-d:.1%}, and with {result.confidence:.0%} "
-                f"confidence by more than {-upper:.1%}; {tolerance:.1%} is allowed"
+                f"{model.name} is worse than {result.models[0].name} by {-100 * d:.1f} points, "
+                f"with {result.confidence:.0%} confidence by more than {-100 * upper:.1f}; allowed: {100 * tolerance:g}"
             )
     return failed
 
@@ -206,6 +201,8 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     from rich.console import Console
 
     out = console or Console()
+    if console is None and not out.is_terminal:
+        out = Console(width=132)
     try:
         result = compare(named_files(args.files), confidence=args.confidence, resamples=args.resamples)
     except (CompareError, RecordError) as error:
@@ -216,7 +213,9 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     failed = [] if args.gate is None else gate(result, args.gate)
     if args.gate is not None:
         report["gate"] = {"tolerance": args.gate, "passed": not failed, "failures": failed}
-        passed = f"gate passed: not worse by more than {args.gate:.1%} with {args.confidence:.0%} confidence"
+        passed = (
+            f"gate passed: no loss of more than {100 * args.gate:g} points is shown ({args.confidence:.0%} confidence)"
+        )
         out.print("\n".join(f"gate failed: {text}" for text in failed) or passed, highlight=False)
     try:
         if args.json:
@@ -282,19 +281,18 @@ def _tolerance(text: str) -> float:
 
 def _score(score: Score) -> str:
     s = score.success
-    if score.sd is not None:
-        return f"{s.value:.1%} ± {score.sd:.1%} [{s.low:.1%}, {s.high:.1%}]"
-    return f"{s.value:.1%} [{s.low:.1%}, {s.high:.1%}]"
+    sd = "" if score.sd is None else f" ± {100 * score.sd:.1f}"
+    return f"{100 * s.value:.1f}{sd} [{100 * s.low:.1f}, {100 * s.high:.1f}]"
 
 
 def _difference(difference: Difference) -> str:
     d = difference.difference
-    return f"{d.value:+.1%} [{d.low:+.1%}, {d.high:+.1%}]"
+    return f"{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]"
 
 
 def _mcnemar(difference: Difference) -> str:
     m = difference.mcnemar
-    return "–" if m is None else f"{m.p:.3g} ({m.only_a} : {m.only_b})"
+    return "–" if m is None else f"{m.p:.3g} ({m.only_a}:{m.only_b})"
 
 
 def _detectable(difference: Difference) -> str:
