@@ -16,13 +16,13 @@ import torch
 
 from verl.agentopsd.envs.alfworld.expert import PRIOR_FILE, Clumsiness, build_prior, write_prior
 from verl.agentopsd.envs.alfworld.games import TASK_TYPES, load_game
-from verl.agentopsd.envs.base import EnvFamily, Task, make_family
+from verl.agentopsd.envs.base import Task, make_family
 from verl.agentopsd.models.play import ChatTokens
-from verl.agentopsd.models.tiny import TinyLM
+from verl.agentopsd.models.tiny import TinyConfig, TinyLM
 from verl.agentopsd.skills.bank import SkillBank
 
 from .card import data_hash, evaluate, export, largest_difference, success_table, write_card
-from .cloning import Progress, Recipe, clone
+from .cloning import STAGES, Progress, Stage, clone
 from .demonstrations import SKILL_LEVELS, Teacher, texts, to_row
 from .vocabulary import train_tokenizer
 
@@ -36,10 +36,9 @@ def main(description: str) -> int:
     options = parse_options(description)
     torch.set_num_threads(1)
     work = options.out / "work"
+    if any(work.glob("stage*.pt")) and not options.resume:
+        sys.exit(f"{work} holds an earlier run: pass --resume to continue it, or choose another --out")
     work.mkdir(parents=True, exist_ok=True)
-    state_file = work / "clone.pt"
-    if state_file.exists() and not options.resume:
-        sys.exit(f"{state_file} is there from an earlier run: pass --resume to continue it, or choose another --out")
     family = make_family(env_config(options.data_dir))
     tasks = family.tasks("train")
     say(f"{len(tasks)} train games")
@@ -47,53 +46,51 @@ def main(description: str) -> int:
     rooms = list(initial_rooms(tasks))
     prior = build_prior(rooms)
     write_prior(prior, work / PRIOR_FILE.name)
-    bank = SkillBank.load(SKILLS, TASK_TYPES)
-    teacher = Teacher(family, bank, prior, Clumsiness())
-
+    teacher = Teacher(family, SkillBank.load(SKILLS, TASK_TYPES), prior)
     if not (work / "tokenizer.json").exists():
         train_tokenizer(corpus(teacher, tasks, rooms, options.seed), work)
     tokens = ChatTokens(work / "tokenizer.json")
     say(f"tokenizer: {tokens.tokenizer.get_vocab_size()} tokens")
 
-    recipe = replace(Recipe(), tokens=options.tokens)
+    stages = [replace(stage, tokens=int(stage.tokens * options.scale)) for stage in STAGES]
+    model = TinyLM.initialized(TinyConfig(vocab_size=tokens.tokenizer.get_vocab_size()), options.seed)
     panel = family.tasks("valid_seen")[::4]
-    try:
-        model, progress = clone(
-            teacher,
-            tasks,
-            tokens,
-            recipe,
-            options.seed,
-            state_file,
-            options.minutes,
-            lambda model, progress, loss: report(model, progress, loss, recipe, tokens, family, panel, bank),
-        )
-    except TimeoutError as stopped:
-        sys.exit(str(stopped))
+    done = []
+    for index, stage in enumerate(stages):
+
+        def after_round(progress: Progress, loss: float, stage: Stage = stage, number: int = index + 1) -> None:
+            report(number, stage, progress, loss, model, tokens, teacher, panel)
+
+        state, seed = work / f"stage{index + 1}.pt", options.seed + index
+        try:
+            done.append(clone(model, teacher, tasks, tokens, stage, seed, state, options.minutes, after_round))
+        except TimeoutError as stopped:
+            sys.exit(str(stopped))
 
     say("playing all held-out games with and without skill")
     model.eval()
     export(model, work, options.out)
     rng = random.Random(f"{options.seed}/check")
-    rows = [to_row(teacher.play(rng.choice(tasks), *level, rng), tokens, 1.0).ids for level in SKILL_LEVELS]
+    rows = [
+        to_row(teacher.play(rng.choice(tasks), *level, Clumsiness(), rng), tokens, 1.0).ids for level in SKILL_LEVELS
+    ]
     card: dict[str, Any] = {
         "model": {**asdict(model.config), "parameters": sum(p.numel() for p in model.parameters())},
         "training": {
             "command": f"OMP_NUM_THREADS=1 python scripts/build_tiny_model.py --out OUT --seed {options.seed}"
-            + (f" --tokens {options.tokens}" if options.tokens != Recipe().tokens else ""),
+            + (f" --scale {options.scale}" if options.scale != 1.0 else ""),
             "seed": options.seed,
             "games": len(tasks),
             "data_hash": data_hash(tasks),
-            "tokens": progress.tokens,
-            "steps": progress.steps,
-            "minutes": round(progress.seconds / 60, 1),
-            "recipe": asdict(recipe),
-            "clumsiness": asdict(teacher.clumsiness),
-            "skills": {"set": SKILLS, "hash": bank.hash},
+            "tokens": sum(progress.tokens for progress in done),
+            "steps": sum(progress.steps for progress in done),
+            "minutes": round(sum(progress.seconds for progress in done) / 60, 1),
+            "stages": [asdict(stage) for stage in stages],
+            "skills": {"set": SKILLS, "hash": teacher.skills.hash},
         },
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
         "largest_log_prob_difference": largest_difference(model, options.out, rows),
-        "success": success_table(model, tokens, family, bank, options.seed),
+        "success": success_table(model, tokens, family, teacher.skills, options.seed),
     }
     write_card(card, options.out)
     for split, modes in card["success"].items():
@@ -108,8 +105,8 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint; work files go below it")
     parser.add_argument("--data-dir", help="folder with json_2.1.1 (default: $ALFWORLD_DATA, else generated games)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=Recipe().tokens, help="token budget of cloning")
-    parser.add_argument("--minutes", type=float, default=120.0, help="stop cloning after this time, to be resumed")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the token budgets of all stages")
+    parser.add_argument("--minutes", type=float, default=120.0, help="time limit per stage; --resume continues")
     parser.add_argument("--resume", action="store_true", help="continue what is in --out")
     return parser.parse_args()
 
@@ -141,7 +138,7 @@ def corpus(teacher: Teacher, tasks: list[Task], rooms: list[Room], seed: int) ->
     """Text of clumsy and clean play on a sample of the games, and commands on every thing that any game has."""
     rng = random.Random(f"{seed}/tokenizer")
     for task in rng.sample(tasks, min(TOKENIZER_GAMES, len(tasks))):
-        yield from texts([teacher.play(task, *rng.choice(SKILL_LEVELS[:2]), rng)])
+        yield from texts([teacher.play(task, *rng.choice(SKILL_LEVELS[:2]), Clumsiness(), rng)])
     names = {name for room in rooms for receptacle, things in room.items() for name in (receptacle, *things)}
     for name in sorted(names):
         yield from (f"{verb} {name}" for verb in ("examine", "use", "open", "close", "clean", "heat", "cool", "take"))
@@ -150,22 +147,24 @@ def corpus(teacher: Teacher, tasks: list[Task], rooms: list[Room], seed: int) ->
 
 
 def report(
-    model: TinyLM,
+    number: int,
+    stage: Stage,
     progress: Progress,
     loss: float,
-    recipe: Recipe,
+    model: TinyLM,
     tokens: ChatTokens,
-    family: EnvFamily,
+    teacher: Teacher,
     panel: list[Task],
-    bank: SkillBank,
 ) -> None:
     """A line per round; every tenth round also plays a few valid_seen games with and without skill."""
     line = (
-        f"round {progress.rounds:3d}  {progress.tokens / 1e6:5.2f}/{recipe.tokens / 1e6:.2f} M tokens  "
+        f"stage {number}  round {progress.rounds:3d}  {progress.tokens / 1e6:5.2f}/{stage.tokens / 1e6:.2f} M tokens  "
         f"loss {loss:.3f}  {progress.tokens / progress.seconds:,.0f} tokens/s  {progress.seconds / 60:.1f} min"
     )
     if progress.rounds % 10 == 0:
-        plain, taught = (evaluate(model, tokens, family, panel, skills, 1.0, 0).rate for skills in (None, bank))
+        plain, taught = (
+            evaluate(model, tokens, teacher.family, panel, skills, 1.0, 0).rate for skills in (None, teacher.skills)
+        )
         line += f"  won {plain:.2f}, with skill {taught:.2f} of {len(panel)} valid_seen games"
     say(line)
 

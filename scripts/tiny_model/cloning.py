@@ -12,37 +12,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.agentopsd.envs.alfworld.expert import Clumsiness
 from verl.agentopsd.envs.base import Task
 from verl.agentopsd.models.play import ChatTokens, pad
-from verl.agentopsd.models.tiny import TinyConfig, TinyLM
+from verl.agentopsd.models.tiny import TinyLM
 
 from .demonstrations import SKILL_LEVELS, Row, Teacher, batches, to_row
 from .optimizer import MuonAdamW
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the result, together with the games, the seed and the expert.
+class Stage:
+    """Everything that decides the result of one stage, together with the games and the seed.
 
-    Training starts almost only with skilled episodes, because copying a name from the text is learnt from them first,
-    and moves to ``mixture`` over the first ``ramp`` of the token budget. ``skilled_weight`` makes up for their being
-    three times shorter. The game's answers are predicted too, at first, for the same reason: ``answer_weight`` falls to
-    0 at ``answer_until``.
+    The mixture of :data:`SKILL_LEVELS` moves from ``start_mixture`` to ``mixture`` over the first ``ramp`` of the token
+    budget. ``skilled_weight`` makes up for skilled episodes being three times shorter. The game's answers are predicted
+    too: their weight falls from ``answer_weight`` to 0 at ``answer_until``. Times are shares of the budget.
     """
 
-    tokens: int = 12_000_000
+    tokens: int
+    clumsiness: Clumsiness
+    learning_rate: float
+    hold: float
+    final_learning_rate: float
+    start_mixture: tuple[float, ...]
+    mixture: tuple[float, ...]
+    ramp: float = 0.3
+    answer_weight: float = 0.0
+    answer_until: float = 0.5
+    skilled_weight: float = 1.5
     tokens_per_batch: int = 2400
     episodes_per_round: int = 240
-    learning_rate: float = 3e-3
-    hold: float = 0.4
-    final_learning_rate: float = 0.03
     warmup_steps: int = 50
-    start_mixture: tuple[float, ...] = (0.1, 0.7, 0.1, 0.1)
-    mixture: tuple[float, ...] = (0.35, 0.45, 0.1, 0.1)
-    ramp: float = 0.3
-    skilled_weight: float = 1.5
-    answer_weight: float = 0.2
-    answer_until: float = 0.5
     max_grad_norm: float = 1.0
 
     def learning_rate_at(self, progress: float, step: int) -> float:
@@ -57,6 +58,32 @@ class Recipe:
         return self.answer_weight * max(0.0, 1 - progress / self.answer_until)
 
 
+STAGES = (
+    # Copying names out of the text is learnt first, from skilled play and from the game's answers; a very clumsy player
+    # keeps the two modes apart.
+    Stage(
+        tokens=13_000_000,
+        clumsiness=Clumsiness(),
+        learning_rate=3e-3,
+        hold=0.4,
+        final_learning_rate=0.03,
+        start_mixture=(0.1, 0.7, 0.1, 0.1),
+        mixture=(0.35, 0.45, 0.1, 0.1),
+        answer_weight=0.2,
+    ),
+    # What the student starts RL with: clumsy, but it finishes a game now and then.
+    Stage(
+        tokens=3_000_000,
+        clumsiness=Clumsiness(aimless=0.45, dawdle=0.25, wrong_object=0.06, forget=0.6, recover=0.08),
+        learning_rate=1.5e-3,
+        hold=0.0,
+        final_learning_rate=0.01,
+        start_mixture=(0.4, 0.4, 0.1, 0.1),
+        mixture=(0.4, 0.4, 0.1, 0.1),
+    ),
+)
+
+
 @dataclass
 class Progress:
     tokens: int = 0
@@ -66,21 +93,21 @@ class Progress:
 
 
 def clone(
+    model: TinyLM,
     teacher: Teacher,
     tasks: Sequence[Task],
     tokens: ChatTokens,
-    recipe: Recipe,
+    stage: Stage,
     seed: int,
     state_file: Path,
     minutes: float,
-    after_round: Callable[[TinyLM, Progress, float], None],
-) -> tuple[TinyLM, Progress]:
-    """Trains for ``recipe.tokens`` tokens. An existing ``state_file`` is continued; the result is the same.
+    after_round: Callable[[Progress, float], None],
+) -> Progress:
+    """Trains ``model`` for one stage. An existing ``state_file`` is continued; the result is the same.
 
     Raises:
         TimeoutError: ``minutes`` passed before the end; the state is saved and a second call continues.
     """
-    model = TinyLM.initialized(TinyConfig(vocab_size=tokens.tokenizer.get_vocab_size()), seed)
     optimizer, progress = MuonAdamW(model), Progress()
     if state_file.exists():
         state = torch.load(state_file)
@@ -88,48 +115,48 @@ def clone(
         optimizer.load_state_dict(state["optimizer"])
         progress = Progress(**state["progress"])
     begun = time.monotonic()
-    while progress.tokens < recipe.tokens:
+    while progress.tokens < stage.tokens:
         started = time.monotonic()
         rng = random.Random(f"{seed}/{progress.rounds}")
-        levels = rng.choices(
-            SKILL_LEVELS, recipe.mixture_at(progress.tokens / recipe.tokens), k=recipe.episodes_per_round
-        )
-        demonstrations = [teacher.play(rng.choice(tasks), *level, rng) for level in levels]
-        rows = [to_row(demonstration, tokens, recipe.skilled_weight) for demonstration in demonstrations]
-        losses = []
-        for batch in batches(rows, recipe.tokens_per_batch, rng):
-            losses.append(_step(model, optimizer, batch, tokens.pad, recipe, progress))
+        mixture = stage.mixture_at(progress.tokens / stage.tokens)
+        levels = rng.choices(SKILL_LEVELS, mixture, k=stage.episodes_per_round)
+        demonstrations = [teacher.play(rng.choice(tasks), *level, stage.clumsiness, rng) for level in levels]
+        rows = [to_row(demonstration, tokens, stage.skilled_weight) for demonstration in demonstrations]
+        losses = [
+            _step(model, optimizer, batch, tokens.pad, stage, progress)
+            for batch in batches(rows, stage.tokens_per_batch, rng)
+        ]
         progress.rounds += 1
         progress.seconds += time.monotonic() - started
         _save(state_file, model, optimizer, progress)
-        after_round(model, progress, sum(losses) / len(losses))
-        if time.monotonic() - begun > minutes * 60 and progress.tokens < recipe.tokens:
+        after_round(progress, sum(losses) / len(losses))
+        if time.monotonic() - begun > minutes * 60 and progress.tokens < stage.tokens:
             raise TimeoutError(
-                f"{minutes:g} minutes passed at {progress.tokens:,} of {recipe.tokens:,} tokens; "
+                f"{minutes:g} minutes passed at {progress.tokens:,} of {stage.tokens:,} tokens; "
                 "run the same command with --resume to go on"
             )
-    return model, progress
+    return progress
 
 
 def _step(
-    model: TinyLM, optimizer: MuonAdamW, batch: Sequence[Row], padding: int, recipe: Recipe, progress: Progress
+    model: TinyLM, optimizer: MuonAdamW, batch: Sequence[Row], padding: int, stage: Stage, progress: Progress
 ) -> float:
-    share = progress.tokens / recipe.tokens
+    share = progress.tokens / stage.tokens
     ids = pad([row.ids for row in batch], padding)
     weights = command_weights(batch, ids.shape[1])[:, 1:]
     hidden, targets = model.hidden(ids)[:, :-1], ids[:, 1:]
     on_command = weights > 0
     loss = _weighted_loss(model, hidden[on_command], targets[on_command], weights[on_command])
     total = loss
-    answer_weight = recipe.answer_weight_at(share)
+    answer_weight = stage.answer_weight_at(share)
     if answer_weight > 0:
         elsewhere = ~on_command & (targets != padding)
         elsewhere[:, progress.steps % 2 :: 2] = False  # every other token is enough, and cheaper
         total = loss + answer_weight * F.cross_entropy(model.logits(hidden[elsewhere]), targets[elsewhere])
     optimizer.zero_grad()
     total.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-    optimizer.step(recipe.learning_rate_at(share, progress.steps))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), stage.max_grad_norm)
+    optimizer.step(stage.learning_rate_at(share, progress.steps))
     progress.steps += 1
     progress.tokens += sum(len(row.ids) for row in batch)
     return loss.item()

@@ -51,10 +51,11 @@ class Teacher:
     family: EnvFamily
     skills: SkillBank
     prior: Prior
-    clumsiness: Clumsiness
     max_turns: int = 30
 
-    def play(self, task: Task, general: bool, specific: bool, rng: random.Random) -> Demonstration:
+    def play(
+        self, task: Task, general: bool, specific: bool, clumsiness: Clumsiness, rng: random.Random
+    ) -> Demonstration:
         env = self.family.make(task)
         first = env.reset()
         opening, sentence = first.text.split("\n\n")[-2:]
@@ -63,7 +64,7 @@ class Teacher:
             sentence,
             general=general,
             specific=specific,
-            clumsiness=self.clumsiness,
+            clumsiness=clumsiness,
             prior=self.prior,
             rng=rng,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from verl.agentopsd.envs.alfworld.expert import Clumsiness, load_prior
 from verl.agentopsd.envs.alfworld.games import TASK_TYPES
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.models.play import ChatTokens
-from verl.agentopsd.models.tiny import TINY_ALFWORLD
+from verl.agentopsd.models.tiny import TINY_ALFWORLD, TinyConfig, TinyLM
 from verl.agentopsd.skills.bank import SkillBank
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from tiny_model.card import wilson  # noqa: E402
-from tiny_model.cloning import Recipe, clone, command_weights  # noqa: E402
+from tiny_model.cloning import STAGES, clone, command_weights  # noqa: E402
 from tiny_model.demonstrations import Row, Teacher, batches, to_row  # noqa: E402
 from tiny_model.optimizer import orthogonalized  # noqa: E402
 
@@ -34,20 +35,20 @@ def teacher(alfworld_data: Path) -> Teacher:
     family = make_family(
         {"name": "alfworld", "data_dir": str(alfworld_data), "prompt_style": "compact", "action_format": "plain"}
     )
-    return Teacher(family, SkillBank.load("alfworld_tiny", TASK_TYPES), load_prior(), Clumsiness())
+    return Teacher(family, SkillBank.load("alfworld_tiny", TASK_TYPES), load_prior())
 
 
 @pytest.mark.parametrize(("general", "specific"), [(True, True), (False, False), (True, False), (False, True)])
 def test_prompt_holds_the_skills_that_the_expert_plays_with(teacher: Teacher, general: bool, specific: bool) -> None:
     task = teacher.family.tasks("train")[0]
-    demonstration = teacher.play(task, general, specific, random.Random(0))
+    demonstration = teacher.play(task, general, specific, Clumsiness(), random.Random(0))
     general_line, specific_line = teacher.skills.text(task.task_type).split("\n")
     lines = demonstration.messages[1]["content"].split("\n")
     assert lines[2:] == [general_line] * general + [specific_line] * specific
 
 
 def test_row_is_the_chat_with_its_commands_marked(teacher: Teacher, tokens: ChatTokens) -> None:
-    demonstration = teacher.play(teacher.family.tasks("train")[5], True, True, random.Random(0))
+    demonstration = teacher.play(teacher.family.tasks("train")[5], True, True, Clumsiness(), random.Random(0))
     assert demonstration.won
     row = to_row(demonstration, tokens, skilled_weight=2.0)
     text = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in demonstration.messages) + "<|assistant|>"
@@ -84,20 +85,23 @@ def test_wilson_interval_of_a_textbook_case() -> None:
     assert wilson(0, 17)[0] == 0.0
 
 
-def test_schedule_starts_skilled_and_ends_at_the_mixture() -> None:
-    recipe = Recipe()
-    assert recipe.mixture_at(0.0) == list(recipe.start_mixture)
-    assert recipe.mixture_at(0.9) == pytest.approx(list(recipe.mixture))
-    assert recipe.answer_weight_at(0.9) == 0.0
-    assert recipe.learning_rate_at(1.0, 9999) == pytest.approx(recipe.learning_rate * recipe.final_learning_rate)
+@pytest.mark.parametrize("stage", STAGES)
+def test_schedule_moves_from_start_to_end(stage) -> None:
+    assert stage.mixture_at(0.0) == list(stage.start_mixture)
+    assert stage.mixture_at(0.9) == pytest.approx(list(stage.mixture))
+    assert stage.answer_weight_at(0.9) == 0.0
+    assert stage.learning_rate_at(0.0, 0) == stage.learning_rate / stage.warmup_steps
+    assert stage.learning_rate_at(1.0, 9999) == pytest.approx(stage.learning_rate * stage.final_learning_rate)
 
 
 def test_interrupted_cloning_ends_with_the_same_weights(teacher: Teacher, tokens: ChatTokens, tmp_path: Path) -> None:
     tasks = teacher.family.tasks("train")[:40]
-    recipe = Recipe(tokens=8000, episodes_per_round=8)
+    stage = replace(STAGES[0], tokens=8000, episodes_per_round=8)
+    config = TinyConfig(vocab_size=tokens.tokenizer.get_vocab_size())
 
     def run(name: str, minutes: float):
-        return clone(teacher, tasks, tokens, recipe, 3, tmp_path / name, minutes, lambda *_: None)
+        model = TinyLM.initialized(config, 3)
+        return model, clone(model, teacher, tasks, tokens, stage, 3, tmp_path / name, minutes, lambda *_: None)
 
     whole, progress = run("whole.pt", 10.0)
     for _ in range(progress.rounds - 1):
