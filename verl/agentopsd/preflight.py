@@ -93,13 +93,13 @@ def _check_lengths(
     if prompt > data.max_prompt_length:
         raise ConfigError(
             f"the prompt of {game} has {prompt} tokens, but data.max_prompt_length={data.max_prompt_length}; prompts "
-            f"are never cut: raise it to at least {prompt}, or set env.show_admissible=false or env.prompt_style=compact"
+            f"are never cut: raise it to {prompt}, or set env.show_admissible=false or env.prompt_style=compact"
         )
     limit = row_limit(config)
     if limit is not None and rollout.max_model_len > limit:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + response "
-            f"{data.max_response_length}), but the model has {limit} positions: lower data.max_response_length to "
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
+            f"response {data.max_response_length}), but the model has {limit} positions: lower data.max_response_length to "
             f"{limit - data.max_prompt_length}"
         )
     teacher, game = longest_skilled
