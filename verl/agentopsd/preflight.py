@@ -99,8 +99,8 @@ def _check_lengths(
     if limit is not None and rollout.max_model_len > limit:
         raise ConfigError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
-            f"response {data.max_response_length}), but the model has {limit} positions: lower data.max_response_length to "
-            f"{limit - data.max_prompt_length}"
+            f"response {data.max_response_length}), but the model has {limit} positions: lower "
+            f"data.max_response_length to {limit - data.max_prompt_length}"
         )
     teacher, game = longest_skilled
     row = teacher + data.max_response_length

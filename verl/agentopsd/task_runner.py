@@ -47,7 +47,6 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     import ray
 
-    own_cluster = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     try:
         run_dir = prepare_run_dir(config)
         start_ray(config, environment)
@@ -58,8 +57,7 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
-        if own_cluster:
-            kill_children()
+        kill_children()  # what a local cluster may leave; a cluster that was joined is not ours
 
 
 def _terminate(signum: int, frame: Any) -> None:
@@ -85,6 +83,9 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         if os.environ.get("RAY_ADDRESS"):
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
+        elif config.trainer.device == "cpu":
+            # never a cluster that happens to run here: it lacks the logical GPUs
+            options["address"] = "local"
         ray.init(
             **{str(k): v for k, v in options.items()}, runtime_env={**defaults, **given}, logging_level=logging.ERROR
         )
