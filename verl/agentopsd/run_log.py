@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import numbers
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def plain_number(value: Any) -> float | None:
-    """A finite float, or None for what JSON cannot hold as a number."""
-    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    """A finite float from a number or a one-element array or tensor; None for what JSON cannot hold as a number."""
+    if isinstance(value, bool | str) or value is None:
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
     return number if math.isfinite(number) else None
 
 
@@ -44,7 +43,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._drop_after(first_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._started = time.perf_counter()
+        self._drawable = False
         # sys.__stdout__: upstream's own prints go to a file while a run is on (task_runner)
         self.console = Console(file=sys.__stdout__, soft_wrap=True)
         self._bar = Progress(
@@ -72,6 +71,8 @@ class RunLog:
         self._bar.update(
             self._task, completed=step, success="" if success is None else f"rollout success {success:.0%}"
         )
+        if "val/success_rate" in numeric or "group/success_rate" in numeric:
+            self._drawable = True
         if "val/success_rate" in numeric:
             self._draw()
 
@@ -83,6 +84,8 @@ class RunLog:
         self.tracking.finish(exit_code=exit_code)
 
     def _draw(self) -> None:
+        if not self._drawable:
+            return
         try:
             from verl.agentopsd.evaluation.plots import success_curve
 
