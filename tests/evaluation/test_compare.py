@@ -264,6 +264,7 @@ def test_impossible_options_are_refused(capsys) -> None:
 def test_names_of_files(tmp_path) -> None:
     names = [name for name, _ in cli.named_files(["x/a.jsonl", "n=y/b.jsonl", "y/c.jsonl"])]
     assert names == ["a", "n", "c"]
+    assert cli.named_files(["v/000020.jsonl"])[0][0] == "step 20"
     assert [name for name, _ in cli.named_files(["x/a.jsonl", "y/a.jsonl"])] == ["x/a.jsonl", "y/a.jsonl"]
     assert [name for name, _ in cli.named_files(["x/a.jsonl", "x/a.jsonl"])] == ["x/a.jsonl", "x/a.jsonl (2)"]
     with pytest.raises(CompareError, match="NAME=FILE"):

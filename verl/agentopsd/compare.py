@@ -26,7 +26,10 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def named_files(arguments: Sequence[str]) -> list[tuple[str, Path]]:
-    """``(name, file)`` of ``NAME=FILE`` or ``FILE``; a file without a name is called by its stem if that is unique."""
+    """``(name, file)`` of ``NAME=FILE`` or ``FILE``; a file without a name is called by its stem if that is unique.
+
+    A training run's validation files are numbered by step: ``000020.jsonl`` is called ``step 20``.
+    """
     split: list[tuple[str, Path]] = []
     for argument in arguments:
         name, equals, file = argument.partition("=")
@@ -41,7 +44,8 @@ def named_files(arguments: Sequence[str]) -> list[tuple[str, Path]]:
     named = []
     for name, path in split:
         if not name:
-            name = path.stem if stems[path.stem] == 1 else str(path)
+            stem = f"step {int(path.stem)}" if path.stem.isdecimal() else path.stem
+            name = stem if stems[path.stem] == 1 else str(path)
             used[name] += 1
             name = name if used[name] == 1 else f"{name} ({used[name]})"  # the same file twice
         named.append((name, path))
@@ -165,6 +169,8 @@ def figure(result: Comparison, path: Path) -> Path:
             fontsize=8.5,
             color=INK,
         )
+    margin = 0.5 + max(0, 3 - len(scopes)) / 2  # few bars stay narrow
+    left.set_xlim(-margin, len(scopes) - 1 + margin)
     left.set_xticks(range(len(scopes)), [f"{scope.name}\nn = {scope.n}" for scope in scopes])
     rate_axis(left)
     right.set_xticks([])
@@ -202,21 +208,16 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
 
     out = console or Console()
     if console is None and not out.is_terminal:
-        out = Console(width=132)
+        out = Console(width=140)
     try:
         result = compare(named_files(args.files), confidence=args.confidence, resamples=args.resamples)
     except (CompareError, RecordError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
-    _print(result, out)
-    report = {**result.to_dict(), "gate": None}
     failed = [] if args.gate is None else gate(result, args.gate)
+    report = {**result.to_dict(), "gate": None}
     if args.gate is not None:
         report["gate"] = {"tolerance": args.gate, "passed": not failed, "failures": failed}
-        passed = (
-            f"gate passed: no loss of more than {100 * args.gate:g} points is shown ({args.confidence:.0%} confidence)"
-        )
-        out.print("\n".join(f"gate failed: {text}" for text in failed) or passed, highlight=False)
     try:
         if args.json:
             args.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -227,6 +228,12 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     except OSError as error:
         print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return REFUSED
+    _print(result, out)
+    if args.gate is not None:
+        passed = (
+            f"gate passed: no loss of more than {100 * args.gate:g} points is shown ({args.confidence:.0%} confidence)"
+        )
+        out.print("\n".join(f"gate failed: {text}" for text in failed) or passed, highlight=False)
     return GATE_FAILED if failed else 0
 
 
