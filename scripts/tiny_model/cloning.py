@@ -73,8 +73,8 @@ STAGES = (
     ),
     # What the student starts RL with: clumsy, but it finishes a game now and then.
     Stage(
-        tokens=3_000_000,
-        clumsiness=Clumsiness(aimless=0.45, dawdle=0.25, wrong_object=0.06, forget=0.6, recover=0.08),
+        tokens=2_500_000,
+        clumsiness=Clumsiness(aimless=0.3, dawdle=0.15, wrong_object=0.04, forget=0.4, recover=0.12),
         learning_rate=1.5e-3,
         hold=0.0,
         final_learning_rate=0.01,
