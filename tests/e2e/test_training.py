@@ -6,13 +6,14 @@ import json
 import math
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from stack import Run, interrupt_when, left_behind
 
-from conftest import Run, descendants_of_stack, interrupt_when  # type: ignore[import-not-found]
 from verl.agentopsd.config import TINY_MODEL
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
 from verl.agentopsd.envs.base import make_family
@@ -39,7 +40,7 @@ def test_a_run_leaves_everything_behind_and_no_process(run: Run):
         assert (run.directory / name).stat().st_size > 0, name
     assert json.loads((run.directory / "versions.json").read_text())["verl"].startswith("0.9.")
     assert (run.directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert [process.cmdline() for process in descendants_of_stack()] == []
+    assert left_behind(run.directory) == []
 
 
 def test_every_metric_is_there_and_finite(run: Run):
@@ -236,17 +237,15 @@ def test_control_c_stops_cleanly_and_says_how_to_continue(tmp_path: Path, alfwor
     done = interrupt_when(tmp_path / "run", "update    1", signal.SIGINT, "trainer.total_training_steps=50")
     assert done.returncode == 130
     assert "give the same run_dir to continue" in done.output
-    assert [process.cmdline() for process in descendants_of_stack()] == []
+    assert left_behind(done.directory) == []
 
 
 def test_a_killed_driver_leaves_no_process(tmp_path: Path, alfworld_data: Path):
-    import time
-
-    interrupt_when(tmp_path / "run", "update    1", signal.SIGKILL, "trainer.total_training_steps=50")
+    done = interrupt_when(tmp_path / "run", "update    1", signal.SIGKILL, "trainer.total_training_steps=50")
     deadline = time.monotonic() + 60
-    while descendants_of_stack() and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert [process.cmdline() for process in descendants_of_stack()] == []
+    while left_behind(done.directory) and time.monotonic() < deadline:
+        time.sleep(0.5)  # Ray's reaper needs a moment
+    assert left_behind(done.directory) == []
 
 
 @pytest.mark.parametrize(
