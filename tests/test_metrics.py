@@ -48,6 +48,21 @@ def test_credit_metrics_average_within_a_trajectory_first() -> None:
     assert got["credit/lambda"] == 0.3
 
 
+def test_first_and_last_belief_are_those_of_each_rows_own_turns() -> None:
+    ids = torch.tensor([[0, 1, 2], [0, -1, -1]])
+    rule = CreditConfig(gamma=1.0, prior=0.5)
+    credit = agentopsd_credit(
+        torch.ones(2), torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, 0.0]]), ids, torch.ones(2), rule
+    )
+    got = metrics.credit_metrics(credit, rule)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    assert got["credit/belief_first_mean"] == pytest.approx((sigmoid(1) + sigmoid(-1)) / 2)
+    assert got["credit/belief_last_mean"] == pytest.approx((sigmoid(3) + sigmoid(-1)) / 2)
+
+
 def test_credit_metrics_of_nothing_scored_are_absent() -> None:
     credit = agentopsd_credit(torch.ones(1), torch.ones(1, 2), torch.full((1, 2), -1), torch.ones(1), CreditConfig())
     assert metrics.credit_metrics(credit, CreditConfig()) == {}
