@@ -13,7 +13,7 @@ About 30 minutes on one core. The result depends on the games, the seed and the 
 
 import sys
 
-from tiny_model.build import main  # type: ignore[import-not-found]
+from tiny_model.build import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__))

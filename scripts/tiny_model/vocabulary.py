@@ -22,8 +22,8 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer(corpus: Iterable[str], out: Path, vocab_size: int = 1024) -> None:
     """Trains on ``corpus`` and writes ``tokenizer.json``, its config and the chat template to ``out``."""
-    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers  # type: ignore[import-untyped]
-    from tokenizers.models import BPE  # type: ignore[import-untyped]
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(BPE())

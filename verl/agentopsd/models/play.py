@@ -26,7 +26,7 @@ class ChatTokens:
     """Text to ids and back, with a cache because games repeat themselves."""
 
     def __init__(self, file: Path) -> None:
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+        from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_file(str(file))
         self.pad, self.end = self.tokenizer.token_to_id(PAD), self.tokenizer.token_to_id(END)
