@@ -157,6 +157,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, argv, message) -> None:
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_the_credit_module_is_the_command(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["credit", "--help"])
     with pytest.raises(SystemExit) as stop:
