@@ -253,7 +253,7 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path, alfworld_data: Path):
     [
         (["env.data_dir=/nowhere"], "/nowhere"),
         (["data.max_prompt_length=40"], "data.max_prompt_length=40"),
-        (["trainer.nnodes=3", "ray_kwargs.ray_init.num_gpus=1"], "the run needs 3 GPUs"),
+        (["trainer.nnodes=2", "ray_kwargs.ray_init.num_gpus=1"], "the run needs 2 GPUs"),
     ],
 )
 def test_what_cannot_work_ends_with_one_sentence(train: Callable[..., Run], overrides: list[str], message: str):
