@@ -184,13 +184,12 @@ def save_model(state: dict[str, torch.Tensor], base: Path, target: Path, dtype: 
     Raises:
         CheckpointError: the model has tensors that are not there.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     from verl.utils.transformers_compat import drop_tied_target_keys
 
     config = AutoConfig.from_pretrained(base)
     config.dtype = dtype
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = {name for name, _ in model.named_parameters()}  # a tied tensor has one name
     if missing := sorted(needed - state.keys()):

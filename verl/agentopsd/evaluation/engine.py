@@ -182,7 +182,15 @@ def _batch(rows: Sequence[dict[str, Any]], uids: list[str], step: int) -> Any:
 
 
 def episode_of(
-    played: Played, *, run: str, step: int, phase: str, chat: ChatFormat, bank: SkillBank, skill_position: str
+    played: Played,
+    *,
+    run: str,
+    step: int,
+    phase: str,
+    chat: ChatFormat,
+    bank: SkillBank,
+    skill_position: str,
+    weights_version: int | None = None,
 ) -> EpisodeRecord:
     """The record of an episode, after its prompt was found to be what it should be.
 
@@ -204,7 +212,7 @@ def episode_of(
         step=step,
         phase=phase,
         sample=played.sample,
-        weights_version=step,
+        weights_version=weights_version,
         skill=bool(skill),
     )
 

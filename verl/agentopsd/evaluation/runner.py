@@ -174,6 +174,7 @@ def _play(evaluation: Evaluation, missing: Sequence[Key], loops: Any, work_dir: 
             chat=evaluation.chat,
             bank=evaluation.bank,
             skill_position=position,
+            weights_version=evaluation.step,
         )
         if episode.skill != evaluation.skill:
             raise ConfigError(f"{episode.game_id} was played {'with' if episode.skill else 'without'} a skill")
@@ -305,9 +306,10 @@ def print_table(summary: Summary, episodes: Sequence[EpisodeRecord], console: Co
     if summary.samples > 1:
         how += f", {summary.samples} samples per game"
     title = f"{summary.model}, panel {summary.panel} ({summary.panel_hash}), {how}"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     if summary.skill:
-        title += " — CONTROL: the policy saw a skill"
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        console.print("CONTROL: the policy saw a skill; this is no result", style="bold red", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
     for index, name in enumerate(HEADER):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows_of(episodes):
