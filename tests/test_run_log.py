@@ -60,3 +60,13 @@ def test_one_line_per_update():
         7, {"group/success_rate": 0.5, "val/success_rate": 0.25, "timing_s/step": 9.0, "timing_s/gen": 4.0}
     )
     assert line == "update    7  success 0.500  validation success 0.250  9.0 s (gen 4.0)"
+
+
+def test_what_the_metrics_say_is_printed_once(tmp_path: Path, capfd):
+    log = RunLog(Tracking(), tmp_path, total_steps=3, first_step=0)
+    for step in (1, 2, 3):
+        flat = {"group/success_rate": 0.3, "val/success_rate": 0.3, "val/episodes": 4, "teacher/gap_abs_mean": 0.0}
+        log.log({**flat, "teacher/rows_scored": 4}, step)
+    log.finish()
+    warnings = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1 and "skill" in warnings[0]

@@ -12,6 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verl.agentopsd.diagnose import diagnose
+from verl.agentopsd.evaluation.run_metrics import read_metrics
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +47,7 @@ class RunLog:
         self._drop_after(first_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._drawable = False
+        self._warned: set[str] = set()
         # sys.__stdout__: upstream's own prints go to a file while a run is on (task_runner)
         self.console = Console(file=sys.__stdout__, soft_wrap=True)
         self._bar = Progress(
@@ -75,11 +79,13 @@ class RunLog:
             self._drawable = True
         if "val/success_rate" in numeric:
             self._draw()
+            self._warn()
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the files and the progress bar; called by the runner at the end, whatever happened."""
         self._bar.stop()
         self._draw()
+        self._warn()
         self._file.close()
         self.tracking.finish(exit_code=exit_code)
 
@@ -92,6 +98,15 @@ class RunLog:
             success_curve(self.run_dir)
         except Exception as error:  # a picture must not end a run
             logger.warning("success_curve.png was not drawn: %s", error)
+
+    def _warn(self) -> None:
+        """What the metrics say in words, each kind of finding once."""
+        if not self._drawable:
+            return
+        for finding in diagnose(read_metrics(self.run_dir)):
+            if finding.code not in self._warned:
+                self._warned.add(finding.code)
+                self.console.print(f"warning: {finding}", style="yellow", highlight=False, markup=False)
 
     def _drop_after(self, step: int) -> None:
         if not self.path.exists():
