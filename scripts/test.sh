@@ -17,10 +17,8 @@ Installs what is missing (scripts/install.sh --dev --textworld), then runs ruff,
   --no-lint   pytest only
   -h, --help  this text
 
-Tests that need data fail with a message until these are set:
-  ALFWORLD_DATA         folder that holds json_2.1.1 (scripts/get_alfworld_data.py gets it)
-  AGENTOPSD_VECTORS     folder that holds credit.json, the credit rule's worked numbers
-  ALFWORLD_TRANSCRIPTS  transcripts.jsonl, episodes recorded from the real engine
+  ALFWORLD_DATA   folder that holds ALFWorld's json_2.1.1; without it the games are downloaded to
+                  ~/.cache/alfworld (scripts/get_alfworld_data.py), and tests that need them fail if that fails
 TEXT
 }
 
@@ -36,6 +34,15 @@ while (($#)); do
 done
 
 use_agentopsd --dev --textworld
+
+if [[ -z "${ALFWORLD_DATA:-}" ]]; then
+  say "ALFWORLD_DATA is not set: getting the games (or finding them in ~/.cache/alfworld)"
+  if "$PYTHON" scripts/get_alfworld_data.py; then
+    export ALFWORLD_DATA="$HOME/.cache/alfworld"
+  else
+    say "the tests that need real games will fail; set ALFWORLD_DATA to the folder that holds json_2.1.1"
+  fi
+fi
 
 # Small matrices: more threads per process only fight each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).resolve().parent / "data"
 
 
 def _use_this_checkout() -> None:
@@ -32,8 +33,8 @@ def _use_this_checkout() -> None:
 _use_this_checkout()
 
 
-def _existing(variable: str, what: str) -> Path:
-    value = os.environ.get(variable)
+def _existing(variable: str, what: str, default: Path | None = None) -> Path:
+    value = os.environ.get(variable) or (str(default) if default else None)
     if not value:
         pytest.fail(f"{variable} is not set; set it to {what} ('bash scripts/test.sh --help' says more)", pytrace=False)
     path = Path(value).expanduser()
@@ -54,10 +55,10 @@ def alfworld_data() -> Path:
 @pytest.fixture(scope="session")
 def vectors() -> Path:
     """The folder with ``credit.json``: worked numbers of the credit rule."""
-    return _existing("AGENTOPSD_VECTORS", "the folder that holds credit.json")
+    return _existing("AGENTOPSD_VECTORS", "the folder that holds credit.json", DATA)
 
 
 @pytest.fixture(scope="session")
 def transcripts() -> Path:
     """A JSON-lines file of episodes recorded from the real ALFWorld engine."""
-    return _existing("ALFWORLD_TRANSCRIPTS", "the recorded episodes, transcripts.jsonl")
+    return _existing("ALFWORLD_TRANSCRIPTS", "the recorded episodes, transcripts.jsonl", DATA / "transcripts.jsonl")
