@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class Browser:
     def click(self, selector: str) -> None:
         """Clicks the middle of an element, which must be what lies there."""
         box = self.js(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "e.scrollIntoView({block: 'center'});"
             "const b = e.getBoundingClientRect(); const x = b.x + b.width / 2, y = b.y + b.height / 2;"
             "const hit = document.elementFromPoint(x, y);"
             "return {x, y, hit: e.contains(hit) || hit.contains(e), what: hit.outerHTML.slice(0, 200)}; })()"
@@ -135,7 +137,6 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
                 pytest.fail(f"Chromium did not start: {(profile / 'log.txt').read_text()[-2000:]}", pytrace=False)
             time.sleep(0.05)
         port, path = address.read_text().split()
-        sockets = []
 
         def page() -> Browser:
             with connect(f"ws://127.0.0.1:{port}{path}", proxy=None) as root:
@@ -143,13 +144,11 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
                 while "result" not in (answer := json.loads(root.recv(timeout=60))):
                     pass
             target = answer["result"]["targetId"]
-            socket = connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", proxy=None, max_size=None)
-            sockets.append(socket)
-            return Browser(socket)
+            url = f"ws://127.0.0.1:{port}/devtools/page/{target}"
+            return Browser(sockets.enter_context(connect(url, proxy=None, max_size=None)))
 
-        yield page
-        for socket in sockets:
-            socket.close()
+        with ExitStack() as sockets:
+            yield page
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -215,3 +214,13 @@ def run_dir(tmp_path: Path) -> Path:
     """Two updates of eight episodes."""
     records = {f"rollouts/{step:06d}.jsonl": [episode(step, place) for place in range(8)] for step in (1, 2)}
     return write_run(tmp_path / "run", records)
+
+
+@pytest.fixture
+def make_episode() -> Callable[..., EpisodeRecord]:
+    return episode
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Path]:
+    return write_run

@@ -26,11 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace --out even if it is not a report; an earlier report is always replaced, it holds nothing of its own",
+        help="replace a file that is not a report; an earlier report, derived from its run, is always replaced",
     )
-    parser.add_argument(
-        "--no-token-gaps", action="store_true", help="leave out the gaps of single tokens: smaller file"
-    )
+    parser.add_argument("--no-token-gaps", action="store_true", help="leave out single tokens: a smaller file")
     args = parser.parse_args(argv)
     try:
         written = write_report(args.run_dir, args.out, overwrite=args.overwrite, token_gaps=not args.no_token_gaps)

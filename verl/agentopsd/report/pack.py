@@ -1,7 +1,7 @@
 """Episodes as a page can hold ten thousand of them: a table of columns, and details in compressed chunks.
 
-Every block is JSON, gzip, base64. The browser opens the table at once and a chunk when one of its episodes is chosen, so
-neither the page's text nor its tree grows with the number of turns.
+Every block is JSON, gzip, base64. The browser opens the table at once and a chunk when one of its episodes is chosen,
+so the page's tree does not grow with the number of episodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,38 @@ from verl.agentopsd.report.tokens import TokenTexts
 EPISODES_PER_CHUNK = 64
 BYTES_PER_CHUNK = 2_000_000
 TEXT_COLUMNS = ("phase", "split", "task_type", "game_id", "group")
-CREDIT = ("e", "B", "dB", "w", "advantage")
+NUMBER_COLUMNS: dict[str, Callable[[EpisodeRecord], float | int | None]] = {
+    "step": lambda episode: int(episode.step),
+    "won": lambda episode: int(bool(episode.won)),
+    "truncated": lambda episode: int(bool(episode.truncated)),
+    "error": lambda episode: int(bool(episode.env_error)),
+    "turns": lambda episode: number(episode.num_turns),
+    "invalid": lambda episode: number(episode.invalid),
+    "advantage": lambda episode: number(episode.advantage),
+    "rate": lambda episode: number(episode.success_rate),
+    "dB": lambda episode: max(_credited(episode, "dB"), key=abs, default=None),
+    "w_min": lambda episode: min(_credited(episode, "w"), default=None),
+    "w_max": lambda episode: max(_credited(episode, "w"), default=None),
+}
+"""Columns of numbers and how an episode gives them; 0 or 1 for what is true or false."""
+
+NUMBERS_OF_AN_EPISODE = (
+    *("reward", "prior", "sample", "weights_version", "prompt_tokens", "action_tokens", "response_tokens"),
+    *("seconds", "env_seconds", "gen_seconds"),
+)
+NUMBERS_OF_A_TURN = (
+    *("e", "B", "dB", "w", "advantage"),
+    *("logprob_sum", "teacher_logprob_sum", "rollout_logprob_sum"),
+)
 
 
 def block(data: Any) -> str:
     """JSON, gzip, base64: characters that mean nothing to HTML; the same data give the same text."""
     return _compress(json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii"))
+
+
+def _no_rows() -> dict[str, list[Any]]:
+    return {name: [] for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS)}
 
 
 @dataclass
@@ -41,7 +67,7 @@ class Pack:
 
     token_gaps: bool = True
     tokens: TokenTexts | None = None
-    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in (*TEXT_COLUMNS, *NUMBERS)})
+    columns: dict[str, list[Any]] = field(default_factory=_no_rows)
     texts: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in TEXT_COLUMNS})
     details: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
@@ -54,9 +80,9 @@ class Pack:
 
     def add(self, episode: EpisodeRecord) -> None:
         """Raises TypeError or ValueError, and keeps nothing, for an episode whose fields are of the wrong kind."""
-        detail = json.dumps(_detail(episode), allow_nan=False, separators=(",", ":"))
+        detail = json.dumps(_detail(episode, self.token_gaps), allow_nan=False, separators=(",", ":"))
         row = {name: str(getattr(episode, name)) for name in TEXT_COLUMNS}
-        numbers = {name: read(episode) for name, read in NUMBERS.items()}
+        numbers = {name: read(episode) for name, read in NUMBER_COLUMNS.items()}
         gaps = [self._gaps(turn) for turn in episode.turns] if self.token_gaps else []
         for name, text in row.items():
             self.columns[name].append(self.texts[name].setdefault(text, len(self.texts[name])))
@@ -68,13 +94,18 @@ class Pack:
             self.close_chunk()
 
     def add_all(self, episodes: Iterable[EpisodeRecord], notes: list[str]) -> None:
-        """Adds all; an episode that cannot be shown is named in a note."""
+        """Adds all; those that cannot be shown are counted in a note that names the first."""
+        left_out, first = 0, ""
         for episode in episodes:
             try:
                 self.add(episode)
             except (TypeError, ValueError, AttributeError) as error:
-                notes.append(f"step {episode.step}, {episode.game_id}: this episode was left out ({error}).")
+                left_out += 1
+                first = first or f"step {episode.step}, {episode.game_id}: {error}"
         self.close_chunk()
+        if left_out:
+            count = "one episode was" if left_out == 1 else f"{left_out} episodes were"
+            notes.append(f"{count} left out, for a field is of the wrong kind ({first}).")
 
     def close_chunk(self) -> None:
         if not self._open:
@@ -134,53 +165,19 @@ def _credited(episode: EpisodeRecord, name: str) -> list[float]:
     return [value for turn in episode.turns if (value := number(getattr(turn, name))) is not None]
 
 
-def _extreme(choose: Any, values: Sequence[float]) -> float | None:
-    return choose(values) if values else None
-
-
-NUMBERS = {
-    "step": lambda episode: int(episode.step),
-    "won": lambda episode: int(bool(episode.won)),
-    "truncated": lambda episode: int(bool(episode.truncated)),
-    "error": lambda episode: int(bool(episode.env_error)),
-    "turns": lambda episode: number(episode.num_turns),
-    "invalid": lambda episode: number(episode.invalid),
-    "advantage": lambda episode: number(episode.advantage),
-    "rate": lambda episode: number(episode.success_rate),
-    "dB": lambda episode: _extreme(lambda values: max(values, key=abs), _credited(episode, "dB")),
-    "w_min": lambda episode: _extreme(min, _credited(episode, "w")),
-    "w_max": lambda episode: _extreme(max, _credited(episode, "w")),
-}
-"""Columns of numbers in the table and how an episode gives them."""
-
-
-def _detail(episode: EpisodeRecord) -> dict[str, Any]:
+def _detail(episode: EpisodeRecord, gaps: bool) -> dict[str, Any]:
     return {
         "messages": [[str(m.get("role", "")), str(m.get("content", ""))] for m in episode.messages],
-        "turns": [_turn(turn) for turn in episode.turns],
+        "turns": [_turn(turn, gaps) for turn in episode.turns],
         "truncated_by": str(episode.truncated_by),
         "env_error": str(episode.env_error),
         "skill": bool(episode.skill),
-        **{
-            name: number(getattr(episode, name), 8 if name == "seed" else 6)
-            for name in (
-                "reward",
-                "prior",
-                "sample",
-                "prompt_tokens",
-                "action_tokens",
-                "response_tokens",
-                "seconds",
-                "env_seconds",
-                "gen_seconds",
-                "weights_version",
-            )
-        },
         "seed": str(episode.seed),
+        **{name: number(getattr(episode, name)) for name in NUMBERS_OF_AN_EPISODE},
     }
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _turn(turn: Turn, gaps: bool) -> dict[str, Any]:
     command, text = str(turn.command), str(turn.text)
     shown: dict[str, Any] = {
         "command": command,
@@ -188,11 +185,11 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "valid": int(bool(turn.valid)),
         "well_formed": int(bool(turn.well_formed)),
         "tokens": number(turn.tokens),
-        "gaps": int(bool(turn.gaps)),
+        "gaps": int(gaps and bool(turn.gaps)),
     }
     if text != command:
         shown["text"] = text
-    for name in (*CREDIT, "logprob_sum", "teacher_logprob_sum", "rollout_logprob_sum"):
+    for name in NUMBERS_OF_A_TURN:
         if (value := number(getattr(turn, name))) is not None:
             shown[name] = value
     return shown

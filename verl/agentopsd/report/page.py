@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,6 +20,7 @@ from verl.agentopsd.report.tokens import TokenTexts
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("base.js", "charts.js", "table.js", "episode.js", "main.js")
 GENERATOR = "verl.agentopsd.report"
+INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,24 @@ def render(run_dir: Path, *, token_gaps: bool = True) -> tuple[str, int, list[st
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_visible,
     )
     html = environment.get_template("page.html.jinja").render(
         run=run,
         episodes=len(pack),
         generator=GENERATOR,
-        style=Markup((ASSETS / "report.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
-        script=Markup(script),  # noqa: S704 - our own files
+        style=Markup((ASSETS / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=block(data),
         details=pack.details,
         gaps=pack.gaps,
     )
     return html, len(pack), run.notes
+
+
+def _visible(value: Any) -> Any:
+    """Control, direction and lone surrogate characters of a text, shown by their number, as the script does."""
+    if type(value) is not str:
+        return value
+    return INVISIBLE.sub(lambda found: f"⟨U+{ord(found.group()):04X}⟩", value)

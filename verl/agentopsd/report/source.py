@@ -1,4 +1,4 @@
-"""What a report is made of: a run's configuration, metrics and episode records, read so that damage is noted, not fatal."""
+"""What a report is made of: a run's configuration, metrics and records, read so that damage is noted, not fatal."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _episode(raw: bytes) -> EpisodeRecord | None:
 
 
 def _config(file: Path, notes: list[str]) -> dict[str, Any]:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     if not file.exists():
         notes.append("No config.yaml: model and method are not known.")

@@ -14,7 +14,7 @@ function el(tag, attributes = {}, ...children) {
     else if (name.startsWith("--")) node.style.setProperty(name, value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 
@@ -64,7 +64,7 @@ function problem(message) {
   box.hidden = false;
 }
 
-// JSON from the compressed block in <script id>; null where the page has no such block.
+// JSON from the compressed block with this id; null where the page has no such block.
 async function inflate(id) {
   const holder = document.getElementById(id);
   if (!holder) return null;
