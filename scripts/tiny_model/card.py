@@ -23,8 +23,8 @@ from verl.agentopsd.skills.bank import SkillBank
 
 GAMES_AT_ONCE = 67
 SPLITS = ("valid_seen", "valid_unseen")
-MODES = {"sampled": 1.0, "greedy": 0.0}
-"""Temperature of each way to play."""
+MODES = {"sampled": (1.0, 4), "greedy": (0.0, 1)}
+"""Temperature of each way to play, and episodes per game."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def success_table(
     return {
         split: {
             mode: {
-                name: asdict(evaluate(model, tokens, family, family.tasks(split), skills, temperature, seed))
+                name: asdict(evaluate(model, tokens, family, family.tasks(split) * episodes, skills, temperature, seed))
                 for name, skills in (("plain", None), ("skill", bank))
             }
-            for mode, temperature in MODES.items()
+            for mode, (temperature, episodes) in MODES.items()
         }
         for split in SPLITS
     }
@@ -188,7 +188,8 @@ def render(card: Mapping[str, Any]) -> str:
         "",
         "## Success",
         "",
-        "Share of games won within 30 turns of at most 14 tokens, one episode per game, with Wilson's 95 % interval.",
+        "Share of games won within 30 turns of at most 14 tokens, with Wilson's 95 % interval. Sampled: T=1, four",
+        "episodes per game (the interval takes them as independent). Greedy: one.",
         "",
     ]
     for split, modes in card["success"].items():
@@ -198,22 +199,22 @@ def render(card: Mapping[str, Any]) -> str:
 
 def _success_lines(split: str, modes: Mapping[str, Any]) -> list[str]:
     columns = [(mode, name) for mode in modes for name in ("plain", "skill")]
+    results = [modes[mode][name] for mode, name in columns]
+    games = modes["greedy"]["plain"]["played"]
     lines = [
         f"**{split}**",
         "",
-        "| task type | n | "
-        + " | ".join(f"{mode}{', with skill' * (name == 'skill')}" for mode, name in columns)
-        + " |",
+        "| task type | games | " + " | ".join(f"{m}{', with skill' * (n == 'skill')}" for m, n in columns) + " |",
         "|---|---|" + "---|" * len(columns),
     ]
-    results = [modes[mode][name] for mode, name in columns]
-    for kind in (kind for kind in TASK_TYPES if results[0]["played"].get(kind)):
-        played = results[0]["played"][kind]
-        lines.append(f"| {kind} | {played} | " + " | ".join(_share(r["won"][kind], played) for r in results) + " |")
-    total = sum(results[0]["played"].values())
-    lines.append(f"| **all** | {total} | " + " | ".join(_share(sum(r["won"].values()), total) for r in results) + " |")
-    lines.append("| mean turns | | " + " | ".join(f"{r['turns']:.1f}" for r in results) + " |")
-    lines.append("| invalid commands | | " + " | ".join(f"{r['invalid']:.3f}" for r in results) + " |")
+    for kind in (kind for kind in TASK_TYPES if games.get(kind)):
+        cells = [_share(result["won"][kind], result["played"][kind]) for result in results]
+        lines.append(f"| {kind} | {games[kind]} | " + " | ".join(cells) + " |")
+    cells = [_share(sum(result["won"].values()), sum(result["played"].values())) for result in results]
+    lines.append(f"| **all** | {sum(games.values())} | " + " | ".join(cells) + " |")
+    lines.append("| episodes | | " + " | ".join(str(sum(result["played"].values())) for result in results) + " |")
+    lines.append("| mean turns | | " + " | ".join(f"{result['turns']:.1f}" for result in results) + " |")
+    lines.append("| invalid commands | | " + " | ".join(f"{result['invalid']:.3f}" for result in results) + " |")
     return [*lines, ""]
 
 

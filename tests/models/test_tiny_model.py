@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def test_wins_more_with_skill_on_a_small_panel(model: TinyLM, tokens: ChatTokens
 
 def test_card_states_a_start_that_rl_can_improve(card: dict) -> None:
     for mode in card["success"]["valid_unseen"].values():
-        plain, taught = (sum(mode[name]["won"].values()) / 134 for name in ("plain", "skill"))
+        plain, taught = (sum(r["won"].values()) / sum(r["played"].values()) for r in (mode["plain"], mode["skill"]))
         assert 0.15 <= plain <= 0.40
         assert taught >= plain + 0.15
 
@@ -184,6 +185,13 @@ def test_card_agrees_with_the_files_beside_it(card: dict, model: TinyLM, tokens:
     assert played == {"valid_seen": 140, "valid_unseen": 134}
     assert card["largest_log_prob_difference"] < 1e-4
     assert 1e6 < (TINY_ALFWORLD / "model.safetensors").stat().st_size < 3e6
+
+
+def test_card_names_the_recipe_that_the_script_follows(card: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from tiny_model.cloning import STAGES
+
+    assert card["training"]["stages"] == json.loads(json.dumps([asdict(stage) for stage in STAGES]))
 
 
 def test_card_text_is_rendered_from_its_numbers(card: dict, monkeypatch: pytest.MonkeyPatch) -> None:
