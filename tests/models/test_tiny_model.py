@@ -126,8 +126,14 @@ def test_sampled_log_probs_are_those_of_a_full_forward_pass(model: TinyLM, token
         torch.testing.assert_close(again, torch.tensor(episode.log_probs), atol=1e-4, rtol=0)
 
 
-def test_an_episode_is_prompt_and_turns_in_the_template(model: TinyLM, tokens: ChatTokens, family) -> None:
-    (episode,) = play(model, tokens, family, family.tasks("valid_unseen")[:1], config=PlayConfig(max_turns=3))
+@pytest.mark.parametrize("max_action_tokens", [14, 2])
+def test_an_episode_is_prompt_and_turns_in_the_template(
+    model: TinyLM, tokens: ChatTokens, family, max_action_tokens: int
+) -> None:
+    config = PlayConfig(max_turns=3, max_action_tokens=max_action_tokens)
+    (episode,) = play(model, tokens, family, family.tasks("valid_unseen")[:1], config=config)
+    cut_off = max_action_tokens == 2
+    assert all((episode.ids[end - 1] != tokens.end) == cut_off for _, end in episode.spans)
     expected = tokens.prompt(episode.messages)
     assert episode.ids[: episode.prompt_length] == expected
     for (start, end), observation in zip(episode.spans, episode.observations, strict=True):
