@@ -109,7 +109,7 @@ def _train(config: DictConfig) -> None:
         config.transfer_queue.enable = True
     OmegaConf.resolve(config)
     write_run_files(config)
-    quiet_transfer_queue()
+    quiet_libraries()
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     tq.init(config.transfer_queue)
@@ -159,8 +159,11 @@ def prepare_run_dir(config: DictConfig) -> Path:
     return run_dir
 
 
-def quiet_transfer_queue() -> None:
-    """Its loggers were made when verl was imported, before TQ_LOGGING_LEVEL could be set for this process."""
+def quiet_libraries() -> None:
+    """Their loggers were made when verl was imported, before the environment could be set for this process."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("transfer_queue"):
             logging.getLogger(name).setLevel(os.environ.get("TQ_LOGGING_LEVEL", "WARNING"))
