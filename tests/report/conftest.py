@@ -74,7 +74,9 @@ class Browser:
         return self.js(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def texts(self, selector: str) -> list[str]:
-        return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText.trim())")
+        return self.js(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => (e.innerText ?? e.textContent).trim())"
+        )
 
     def count(self, selector: str) -> int:
         return self.js(f"document.querySelectorAll({json.dumps(selector)}).length")

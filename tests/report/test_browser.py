@@ -163,7 +163,7 @@ def test_curves_are_read_together_and_lead_to_their_episodes(browser: Browser, r
     browser.press("ArrowRight")
     browser.press("ArrowRight")
     assert "rollouts 20.0 %" in browser.texts("#panels .legend")[0]
-    assert set(browser.texts("#panels .when")) == {"update 2"}
+    assert set(browser.texts("#panels .tick.at")) == {"2"}
     browser.press("Enter")
     assert browser.text("#count") == "8 of 16 episodes · 4 won (50.0 %)"
     assert set(browser.texts(f"{ROWS} td[data-key=step]")) == {"2"}

@@ -137,10 +137,10 @@ const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0)
 
 function makePanel(spec, steps, series, first, last, shared) {
   const format = spec.format ?? short;
-  const legend = el("p", { class: "legend" });
-  const when = el("span", { class: "when" });
+  const mayGrow = spec.band || spec.lines.some((line) => line.sparse); // reading an update makes these longer
+  const legend = el("p", { class: mayGrow ? "legend tall" : "legend" });
   const plot = el("svg", { role: "img", tabindex: "0", "aria-label": describe(spec, steps, series, format) });
-  const node = el("figure", { class: `panel${spec.stack ? " wide" : ""}` }, el("figcaption", {}, spec.title, spec.unit ? el("span", {}, ` ${spec.unit}`) : null, when), plot, legend);
+  const node = el("figure", { class: `panel${spec.stack ? " wide" : ""}` }, el("figcaption", {}, spec.title, spec.unit ? el("span", {}, ` ${spec.unit}`) : null), plot, legend);
   const marks = el("g");
   let x = null;
   let y = null;
@@ -204,7 +204,7 @@ function makePanel(spec, steps, series, first, last, shared) {
     const at = steps.map((_, i) => i).filter((i) => lows[i] !== null && highs[i] !== null);
     if (!at.length) return;
     const edge = (values, order) => order.map((i) => `${x(steps[i]).toFixed(1)},${y(values[i]).toFixed(1)}`).join("L");
-    plot.append(el("path", { class: "band", d: `M${edge(highs, at)}L${edge(lows, at.toReversed())}Z` }));
+    plot.append(el("path", { class: "band", d: `M${edge(highs, at)}L${edge(lows, [...at].reverse())}Z` }));
   }
 
   function drawStack() {
@@ -224,19 +224,21 @@ function makePanel(spec, steps, series, first, last, shared) {
   function read(index) {
     const latest = (values) => values.findLastIndex((value) => value !== null);
     const entries = spec.lines.map((line) => {
-      const value = series[line.metric][index ?? latest(series[line.metric])];
-      return el("span", {}, el("i", { "--colour": `var(${line.colour})` }), `${line.name} `, el("b", {}, format(value)));
+      const values = series[line.metric];
+      const at = index === null ? latest(values) : line.sparse ? latest(values.slice(0, index + 1)) : index;
+      const earlier = index !== null && at >= 0 && at < index ? ` at ${steps[at]}` : "";
+      return el("span", {}, el("i", { "--colour": `var(${line.colour})` }), `${line.name} `, el("b", {}, format(values[at])), earlier);
     });
     const total = spec.total && series[spec.total];
     if (total) entries.push(el("span", {}, "step ", el("b", {}, format(total[index ?? latest(total)]))));
     if (spec.band && index !== null && series[spec.band[0]]?.[index] != null) {
       entries.push(el("span", {}, `[${spec.band.map((name) => format(series[name][index])).join(", ")}]`));
     }
-    when.textContent = index === null ? "" : `update ${steps[index]}`;
     legend.replaceChildren(...entries);
     marks.replaceChildren();
     if (index === null || !x) return;
     marks.append(el("line", { class: "cursor", x1: x(steps[index]), x2: x(steps[index]), y1: 4, y2: spec.stack ? 150 : 100 }));
+    marks.append(el("text", { class: "tick at", x: x(steps[index]), y: spec.stack ? 165 : 115, "text-anchor": "middle" }, steps[index]));
     if (spec.stack) return;
     for (const line of spec.lines) {
       const value = series[line.metric][index];

@@ -1,9 +1,10 @@
 // One episode: its facts, the belief over its turns, and every turn with its numbers.
 
-async function showEpisode(i, table, list, bound) {
+// Fills the page unless, while the chunk was opened, another episode was chosen (isWanted); then null.
+async function showEpisode(i, table, list, bound, isWanted) {
   const article = $("#episode");
-  const loading = await cached(`details-${table.chunk[i]}`);
-  const detail = loading[table.offset[i]];
+  const detail = (await cached(`details-${table.chunk[i]}`))[table.offset[i]];
+  if (!isWanted()) return null;
   const turns = detail.turns;
   const scored = turns.some((turn) => turn.w !== undefined);
   turns.forEach((turn, k) => (turn.before = k ? turns[k - 1].B : detail.prior));
@@ -11,15 +12,17 @@ async function showEpisode(i, table, list, bound) {
 
   const items = turns.map((turn, k) => turnItem(turn, k));
   const plot = scored ? beliefPlot(turns, detail.prior, bound, chooseTurn) : null;
-  article.replaceChildren(
+  const parts = [
     head(),
     facts(),
     siblings(),
     scored ? plot.node : el("p", { class: "fine" }, whyNoCredit()),
     opening(),
     el("div", { class: "section-head" }, el("h3", { title: "each turn: the action, then what the game answered" }, count(turns.length, "turn")), scored ? weightLegend(bound, table.columns.advantage[i]) : null, gapsButton()),
+    turns.some((turn) => turn.gaps) ? el("p", { class: "fine" }, `Tokens: log-prob with the skill less without, in nats; full colour at ±${FULL_GAP}.`) : null,
     el("ol", { class: "turns" }, items),
-  );
+  ];
+  article.replaceChildren(...parts.filter(Boolean));
   plot?.draw();
   return { step: (by) => chooseTurn(Math.max(0, Math.min(turns.length - 1, state.turn + by))), tokens: () => toggleTokens(Math.max(0, state.turn)), redraw: () => plot?.draw() };
 
@@ -156,8 +159,7 @@ function tokenStrip(found) {
     const text = texts ? visible(texts[at]).replace(/^ /, "\u2423").replaceAll("\n", "↵") : `${at + 1}`;
     return el("span", { class: `token ${gap > 0 ? "up" : "down"}`, "--strength": Math.min(1, Math.abs(gap ?? 0) / FULL_GAP).toFixed(3) }, el("span", { class: "piece" }, text), el("span", { class: "gap" }, signed(gap, 2)));
   });
-  const note = texts ? "" : " Tokens are numbered: their texts are not known.";
-  return [el("div", { class: "strip" }, tokens), el("p", { class: "fine" }, `Log-prob with the skill less without, nats per token; full colour at ±${FULL_GAP}.${note}`)];
+  return [el("div", { class: "strip" }, tokens), texts ? null : el("p", { class: "fine" }, "Numbered, for the tokens' texts are not known.")].filter(Boolean);
 }
 
 // Belief after each turn above, the turn's weight below; in log-odds, a saturated belief still moves.

@@ -2,7 +2,7 @@
 
 async function main() {
   if (typeof DecompressionStream === "undefined") {
-    problem("This browser cannot open the data of this page (it lacks DecompressionStream): use Chrome 80, Firefox 113, Safari 16.4 or later.");
+    problem("This browser cannot open the data of this page (it lacks DecompressionStream): use Chrome 111, Firefox 113, Safari 16.4 or later.");
     return;
   }
   const { rule, metrics, table: packed } = await inflate("data");
@@ -51,8 +51,8 @@ async function main() {
     $("#episode").hidden = false;
     overview.hidden = true;
     try {
-      const opened = await showEpisode(i, table, list, bound);
-      if (shown !== i) return;
+      const opened = await showEpisode(i, table, list, bound, () => shown === i);
+      if (!opened) return;
       episode = opened;
       $("#episode-title").focus({ preventScroll: true });
       window.scrollTo(0, 0);
