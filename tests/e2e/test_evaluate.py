@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, descendants_of_stack  # type: ignore[import-not-found]
+from stack import Run, environment, left_behind
 
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.evaluation.records import RecordFile, read_records
@@ -55,7 +55,12 @@ def command(path: Path, *arguments: str) -> list[str]:
 
 def evaluate(path: Path, *arguments: str, timeout: float = 420) -> Done:
     done = subprocess.run(
-        command(path, *arguments), capture_output=True, text=True, timeout=timeout, cwd=path.parent, check=False
+        command(path, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=path.parent,
+        env=environment(path),
     )
     return Done(path, done.returncode, done.stdout + done.stderr)
 
@@ -73,7 +78,7 @@ def test_every_game_is_played_once_in_the_panel_s_order(straight: Done):
     assert len(games) == 12 and games == sorted(set(games))
     assert all(episode.turns and not episode.env_error for episode in straight.file)
     assert {len(episode.turns) == 30 for episode in straight.file if episode.truncated} <= {True}
-    assert [process.cmdline() for process in descendants_of_stack()] == []
+    assert left_behind(straight.path) == []
     assert [path.name for path in straight.path.parent.iterdir()] == ["records.jsonl"]
 
 
@@ -116,7 +121,9 @@ def test_an_interrupted_evaluation_continues_and_ends_like_a_straight_one(straig
     path, log = tmp_path / "records.jsonl", tmp_path / "log"
     slow = [*GAMES, "env.max_concurrent_episodes=1"]
     with log.open("w") as output:
-        process = subprocess.Popen(command(path, *slow), stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+        process = subprocess.Popen(
+            command(path, *slow), stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment(path)
+        )
         deadline = time.monotonic() + 300
         while not path.exists() or path.read_text().count("\n") < 2:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
@@ -124,7 +131,7 @@ def test_an_interrupted_evaluation_continues_and_ends_like_a_straight_one(straig
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130
     assert "--resume continues" in log.read_text() and "Traceback" not in log.read_text()
-    assert [process.cmdline() for process in descendants_of_stack()] == []
+    assert left_behind(path) == []
     played = read_records(path)
     assert played.summary is None and 2 <= len(played.episodes) < 12
 

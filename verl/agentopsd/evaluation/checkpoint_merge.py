@@ -147,7 +147,7 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
         if not isinstance(parts[0], DTensor):
             state[name] = parts[0]
             continue
-        placement = parts[0].placements[-1]
+        placement: Any = parts[0].placements[-1]
         local = [part.to_local() for part in parts]
         state[name] = local[0] if placement.is_replicate() else torch.cat(local, dim=placement.dim)
     return state
