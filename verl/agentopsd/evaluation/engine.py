@@ -82,12 +82,12 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    from verl.agentopsd.task_runner import quiet_transfer_queue, start_ray
+    from verl.agentopsd.task_runner import quiet_libraries, start_ray
 
     try:
         with stage("start", float(config.limits.start), work_dir):
             start_ray(config, environment)
-            quiet_transfer_queue()
+            quiet_libraries()
             tq.init(config.transfer_queue)
             try:
                 servers = LLMServerManager.create(config=config)
