@@ -101,6 +101,12 @@ def test_two_writers_are_refused(tmp_path: Path):
     output.pause(0)
 
 
+def test_an_empty_file_is_no_evaluation(tmp_path: Path):
+    opened(tmp_path / "a.jsonl").pause(1)
+    check_free(tmp_path / "a.jsonl", overwrite=False, resume=False)
+    assert len(opened(tmp_path / "a.jsonl").missing) == 3
+
+
 def test_a_path_that_cannot_be_written_is_said_early(tmp_path: Path):
     with pytest.raises(OutputError, match="is a folder: name a file in it"):
         check_free(tmp_path, overwrite=False, resume=False)

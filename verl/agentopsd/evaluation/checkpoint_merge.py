@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -130,6 +131,8 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
     """
     from torch.distributed.tensor import DTensor
 
+    # that meshes are read before there are process groups is intended: there will be none
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     sizes = [int(match[1]) for entry in folder.iterdir() if (match := SHARD.fullmatch(entry.name))]
 
     def load(rank: int) -> dict[str, Any]:
@@ -185,6 +188,7 @@ def save_model(state: dict[str, torch.Tensor], base: Path, target: Path, dtype: 
         CheckpointError: the model has tensors that are not there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
     from verl.utils.transformers_compat import drop_tied_target_keys
 
     config = AutoConfig.from_pretrained(base)
@@ -195,6 +199,7 @@ def save_model(state: dict[str, torch.Tensor], base: Path, target: Path, dtype: 
     if missing := sorted(needed - state.keys()):
         raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]}")
     drop_tied_target_keys(state, model, config)
+    disable_progress_bar()
     model.save_pretrained(target, state_dict={name: tensor.to(dtype) for name, tensor in state.items()})
     for file in base.iterdir():  # tokenizer, chat template, generation settings
         if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):

@@ -35,13 +35,13 @@ def check_free(path: Path, *, overwrite: bool, resume: bool) -> None:
     """
     if path.is_dir():
         raise OutputError(f"--out {path} is a folder: name a file in it, for example {path / 'evaluation.jsonl'}")
-    if path.exists() and not overwrite and not resume:
+    if not _is_empty(path) and not overwrite and not resume:
         raise OutputError(f"{path} exists: --resume continues it, --overwrite drops it, --out FILE writes another one")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            empty = file.tell() == 0
-        if empty:
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
             path.unlink()
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}): choose another file with --out") from error
@@ -84,6 +84,8 @@ class Output:
         }
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.wall_seconds = 0.0
+        # a start that failed leaves an empty file, which is nothing to be careful with
+        overwrite = overwrite or (not resume and _is_empty(path))
         self.writer = RecordWriter(path, overwrite=overwrite, resume=resume)
         try:
             if self.writer.done or self.writer.summary is not None:
@@ -158,6 +160,10 @@ class Output:
                 f"{self.path} cannot be continued, it holds another evaluation: {'; '.join(differing)}. Use another "
                 "--out, or --overwrite to drop it"
             )
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
 
 
 def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
