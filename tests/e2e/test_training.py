@@ -21,6 +21,7 @@ from verl.agentopsd.evaluation.records import EpisodeRecord, read_records
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank, assert_skill_free
 from verl.agentopsd.skills.insert import with_skill
+from verl.agentopsd.watchdog import STALLED_EXIT_CODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -262,3 +263,13 @@ def test_what_cannot_work_ends_with_one_sentence(train: Callable[..., Run], over
     errors = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], done.output[-3000:]
     assert "Traceback" not in done.output
+    assert left_behind(done.directory) == []
+
+
+def test_a_stalled_stage_is_an_error_and_leaves_its_stacks(train: Callable[..., Run]):
+    """A limit that the real weight sync cannot keep: the run ends by itself, with everything it started."""
+    done = train("trainer.total_training_steps=1", "limits.weight_sync=0.001")
+    assert done.returncode == STALLED_EXIT_CODE
+    assert "the stage 'weight_sync' made no progress for 0 s" in done.output
+    assert "update_weights" in (done.directory / "stalled-weight_sync.txt").read_text()
+    assert left_behind(done.directory) == []
