@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stack import Run, environment, left_behind
 
 from verl.agentopsd.envs.base import make_family
@@ -158,6 +160,21 @@ def test_a_checkpoint_plays_as_it_did_in_the_validation_of_its_training(run: Run
     theirs = {episode.game_id: [turn.text for turn in episode.turns] for episode in validated}
     ours = {episode.game_id: [turn.text for turn in episode.turns] for episode in done.file}
     assert ours == theirs
+
+
+def test_validation_changes_nothing_in_the_training(run: Run, train: Callable[..., Run]):
+    """A run that validates before and after every update ends with the very parameters of one that hardly does."""
+    often = train(
+        *("trainer.total_training_steps=2", "trainer.save_freq=2"),
+        *("trainer.test_freq=1", "trainer.val_before_train=true"),
+    )
+    assert often.returncode == 0, often.output[-4000:]
+    assert sorted(path.stem for path in (often.directory / "validation").iterdir()) == ["000000", "000001", "000002"]
+    for step in (1, 2):
+        games = [[(e.game_id, [turn.text for turn in e.turns]) for e in one.rollouts(step)] for one in (often, run)]
+        assert games[0] == games[1]
+    left, right = often.checkpoint(2), run.checkpoint(2)
+    assert all(torch.equal(left[name], right[name]) for name in right)
 
 
 def test_samples_with_a_skill_are_drawn_anew_and_labelled(tmp_path: Path, alfworld_data: Path):

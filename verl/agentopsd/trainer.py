@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
@@ -41,15 +41,17 @@ from verl.agentopsd.config import (
 from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
 from verl.agentopsd.envs.base import make_family
-from verl.agentopsd.episodes import Episode, read_episodes, read_facts
+from verl.agentopsd.episodes import Episode, read_episodes
+from verl.agentopsd.evaluation.engine import episode_of, play, sampling_of
+from verl.agentopsd.evaluation.output import with_outcome_hash
 from verl.agentopsd.evaluation.panel import panel_hash
-from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter, episode_record
+from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
 from verl.agentopsd.evaluation.summary import finished
 from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.run_log import RunLog
-from verl.agentopsd.skills.bank import SkillBank, assert_skill_free
+from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.teacher import TeacherPolicy
 from verl.agentopsd.watchdog import stage
 
@@ -282,50 +284,41 @@ class AgentOPSDTrainer(PPOTrainerSync):
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _validate(self) -> dict[str, float]:
-        """Plays the validation games once, skill-free, and counts every episode once."""
-        records: list[EpisodeRecord] = []
+        """Plays the validation games as the evaluation command does: skill-free, every episode counted once."""
         started = time.perf_counter()
-        for number, rows in enumerate(self.val_dataloader):
-            rows["uid"] = np.array(
-                [f"{self.global_steps:06d}-v{number:02d}-{i:04d}" for i in range(len(rows["raw_prompt"]))], dtype=object
-            )
-            games = tu.get_tensordict(rows)
-            tu.assign_non_tensor_data(games, "global_steps", self.global_steps)
-            tu.assign_non_tensor_data(games, "validate", True)
-            tags = [
-                {"is_prompt": True, "status": "pending", "global_steps": self.global_steps} for _ in range(len(games))
-            ]
-            tq.kv_batch_put(keys=list(rows["uid"]), partition_id="val", tags=tags)
-            self.agent_loop_manager.generate_sequences(games)
-            batch, _ = self.replay_buffer.sample(
-                global_steps=self.global_steps, partition_id="val", batch_size=len(games)
-            )
-            for facts in read_facts(batch):
-                assert_skill_free(facts["messages"], self.bank)  # I11
-                records.append(episode_record(facts, run=self.run_dir.name, step=self.global_steps, phase="validation"))
-            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+        played = play(
+            self.agent_loop_manager,
+            [self.val_dataset[index] for index in range(len(self.val_dataset))],
+            samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
+            step=self.global_steps,
+            limit_seconds=float(self.config.limits.rollout),
+            run_dir=self.run_dir,
+        )
+        checked = functools.partial(  # I11
+            episode_of,
+            run=self.run_dir.name,
+            step=self.global_steps,
+            phase="validation",
+            chat=self.chat,
+            bank=self.bank,
+            skill_position=teacher_config(self.config).skill_position,
+        )
+        records = [checked(one) for one in sorted(played, key=lambda one: (one.game, one.sample))]
         summary = finished(
             records,
             model=str(self.config.actor_rollout_ref.model.path),
             panel=self._panel_name(),
             panel_hash=panel_hash(self.val_dataset.tasks),
-            sampling=self._validation_sampling(),
+            sampling=sampling_of(self.config),
             wall_seconds=time.perf_counter() - started,
         )
+        summary = with_outcome_hash(summary, records)
         self._write_records(self.run_dir / "validation" / f"{self.global_steps:06d}.jsonl", records, summary)
         return step_metrics.validation_metrics(records)
 
     def _panel_name(self) -> str:
         files, limit = self.config.data.val_files, self.config.data.val_max_samples
         return (files if isinstance(files, str) else "+".join(files)) + (f"-{limit}" if limit > 0 else "")
-
-    def _validation_sampling(self) -> dict[str, Any]:
-        settings = self.config.actor_rollout_ref.rollout.val_kwargs
-        return {
-            **{name: settings[name] for name in ("temperature", "top_p", "top_k", "n")},
-            "max_turns": self.config.env.max_turns,
-            "max_action_tokens": self.config.env.max_action_tokens,
-        }
 
     @contextlib.contextmanager
     def _limited(self, name: str) -> Iterator[None]:

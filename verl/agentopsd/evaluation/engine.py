@@ -76,24 +76,27 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
 
     Raises:
         EngineError: with what the servers said.
+        ResourceError: there are fewer devices than asked for.
     """
     import ray
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    from verl.agentopsd.task_runner import quiet_libraries, start_ray
+    from verl.agentopsd.task_runner import ResourceError, quiet_libraries, start_ray
 
     try:
         with stage("start", float(config.limits.start), work_dir):
-            start_ray(config, environment)
-            quiet_libraries()
-            tq.init(config.transfer_queue)
             try:
+                start_ray(config, environment)
+                quiet_libraries()
+                tq.init(config.transfer_queue)
                 servers = LLMServerManager.create(config=config)
                 loops = AgentLoopManagerTQ.create(
                     config=config, llm_client=servers.get_client(), teacher_client=None, reward_loop_worker_handles=[]
                 )
+            except ResourceError:
+                raise
             except Exception as error:
                 raise EngineError(
                     f"the rollout engine did not start: {_reason(error)}; ray_kwargs.ray_init.log_to_driver=true shows "
