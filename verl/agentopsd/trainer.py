@@ -156,6 +156,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         episodes = read_episodes(batch)
+        self._check_weights(episodes)
         advantages = self._base_advantages(batch, episodes, metrics)
         success_rates = self._success_rates(episodes)
         teacher_log_probs = self._teacher_log_probs(episodes, advantages, metrics)
@@ -166,6 +167,17 @@ class AgentOPSDTrainer(PPOTrainerSync):
         if credit is not None:
             metrics.update(step_metrics.credit_metrics(credit, rule))
         return batch
+
+    def _check_weights(self, episodes: list[Episode]) -> None:
+        """Every answer must come from the weights of the last update, or the evidence is about another policy."""
+        expected = self.global_steps - 1
+        for episode in episodes:
+            versions = (episode.facts["min_global_steps"], episode.facts["max_global_steps"])
+            if episode.facts["turns"] and versions != (expected, expected):
+                raise RolloutFailed(
+                    f"update {self.global_steps}: {episode.facts['game_id']} was sampled with the weights of update "
+                    f"{versions[0]} to {versions[1]} instead of {expected}: the weight sync did not reach every server"
+                )
 
     def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> list[float]:
         """A per episode from verl's estimator, over valid episodes only (I9); 0 for the others."""
