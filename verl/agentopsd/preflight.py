@@ -76,6 +76,28 @@ def openings(family: EnvFamily, tasks: dict[str, list[Task]]) -> Iterator[tuple[
                 env.close()
 
 
+def check_prompt(config: DictConfig, prompt: int, game: str) -> int | None:
+    """Refuses a longest prompt of ``prompt`` tokens that does not fit, and a rollout longer than the model's positions.
+
+    Returns:
+        The tokens that one row of the training engine may have; None when unknown.
+    """
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    if prompt > data.max_prompt_length:
+        raise ConfigError(
+            f"the prompt of {game} has {prompt} tokens, but data.max_prompt_length={data.max_prompt_length}; prompts "
+            f"are never cut: raise it to {prompt}, or set env.show_admissible=false or env.prompt_style=compact"
+        )
+    limit = row_limit(config)
+    if limit is not None and rollout.max_model_len > limit:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
+            f"response {data.max_response_length}), but the model has {limit} positions: lower "
+            f"data.max_response_length to {limit - data.max_prompt_length}"
+        )
+    return limit
+
+
 def _check_lengths(
     config: DictConfig, family: EnvFamily, tasks: dict[str, list[Task]], bank: SkillBank, chat: ChatFormat
 ) -> str:
@@ -90,18 +112,7 @@ def _check_lengths(
             longest_skilled = max(longest_skilled, (len(skilled), task.game_id))
     bank.fallbacks.clear()
     prompt, game = longest
-    if prompt > data.max_prompt_length:
-        raise ConfigError(
-            f"the prompt of {game} has {prompt} tokens, but data.max_prompt_length={data.max_prompt_length}; prompts "
-            f"are never cut: raise it to {prompt}, or set env.show_admissible=false or env.prompt_style=compact"
-        )
-    limit = row_limit(config)
-    if limit is not None and rollout.max_model_len > limit:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
-            f"response {data.max_response_length}), but the model has {limit} positions: lower "
-            f"data.max_response_length to {limit - data.max_prompt_length}"
-        )
+    limit = check_prompt(config, prompt, game)
     teacher, game = longest_skilled
     row = teacher + data.max_response_length
     if limit is not None and row > limit:

@@ -23,7 +23,7 @@ from verl.agentopsd.evaluation.output import Key, Output, with_outcome_hash
 from verl.agentopsd.evaluation.panel import Panel
 from verl.agentopsd.evaluation.records import EpisodeRecord, Summary
 from verl.agentopsd.evaluation.summary import behaviour, finished, success
-from verl.agentopsd.preflight import openings, row_limit
+from verl.agentopsd.preflight import check_prompt, openings
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
@@ -102,18 +102,7 @@ def check_prompts(config: DictConfig, family: EnvFamily, panel: Panel, chat: Cha
         if bank is not None:
             skilled = len(chat.initial_ids(with_skill(messages, bank.text(task.task_type), position)))
             added = max(added, skilled - tokens)
-    if longest > data.max_prompt_length:
-        raise ConfigError(
-            f"the prompt of {game} has {longest} tokens, but data.max_prompt_length={data.max_prompt_length}; prompts "
-            f"are never cut: raise it to {longest}, or set env.show_admissible=false or env.prompt_style=compact"
-        )
-    limit = row_limit(config)
-    if limit is not None and rollout.max_model_len > limit:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
-            f"response {data.max_response_length}), but the model has {limit} positions: lower "
-            f"data.max_response_length to {limit - data.max_prompt_length}"
-        )
+    limit = check_prompt(config, longest, game)
     if bank is not None:
         room = data.max_prompt_length + added
         data.max_prompt_length = room if limit is None else min(room, limit - data.max_response_length)
