@@ -79,7 +79,5 @@ def test_no_valid_group_costs_no_estimate(trainer: AgentOPSDTrainer):
 
 def test_answers_of_other_weights_are_refused(trainer: AgentOPSDTrainer):
     trainer._check_weights([episode("000005-0000", 0, version=4)])
-    with pytest.raises(
-        RolloutFailed, match="000005-0000 was sampled with the weights of update 3 to 3"
-    ):
+    with pytest.raises(RolloutFailed, match="000005-0000 was sampled with the weights of update 3 to 3"):
         trainer._check_weights([episode("000005-0000", 0, version=4), episode("000005-0000", 1, version=3)])

@@ -78,12 +78,6 @@ def read_episodes(batch: KVBatchMeta) -> list[Episode]:
     ]
 
 
-def read_facts(batch: KVBatchMeta) -> list[dict[str, Any]]:
-    """Only what the agent loop recorded: enough for validation, where nothing is rescored."""
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    return data.get("extra_fields").tolist()
-
-
 def padded(rows: list[torch.Tensor], value: float) -> torch.Tensor:
     """(N, T) from rows of different lengths, filled at the right."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -86,9 +86,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         elif config.trainer.device == "cpu":
             # never a cluster that happens to run here: it lacks the logical GPUs
             options["address"] = "local"
-        ray.init(
-            **{str(k): v for k, v in options.items()}, runtime_env={**defaults, **given}, logging_level=logging.ERROR
-        )
+        options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
+        init_ray({str(name): value for name, value in options.items()})
     needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
     available = int(ray.cluster_resources().get("GPU", 0))
     if available < needed:
@@ -97,6 +96,21 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
             f"{config.trainer.n_gpus_per_node}) but the Ray cluster has {available}: lower them, add nodes, or stop "
             "the running cluster (ray stop) and unset RAY_ADDRESS to start a local one"
         )
+
+
+def init_ray(options: dict[str, Any]) -> None:
+    """``ray.init``, once more when a local node was too slow: Ray allows it 30 s, which a busy machine can exceed."""
+    import ray
+
+    try:
+        ray.init(**options)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        print("Ray did not start within its 30 s; trying once more", file=sys.stderr)
+        ray.shutdown()
+        kill_children()
+        ray.init(**options)
 
 
 def _train(config: DictConfig) -> None:

@@ -1,0 +1,72 @@
+"""The run directory is guarded before anything starts, and a slow Ray gets a second chance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.agentopsd import task_runner
+from verl.agentopsd.rollout.failures import FILE_NAME
+from verl.agentopsd.task_runner import RunDirError, init_ray, prepare_run_dir
+
+
+def config(run_dir: Path, resume_mode: str = "auto"):
+    return OmegaConf.create({"run_dir": str(run_dir), "trainer": {"resume_mode": resume_mode}})
+
+
+def test_a_new_directory_is_made_and_an_old_run_s_errors_are_cleared(tmp_path: Path):
+    run_dir = tmp_path / "deep" / "run"
+    assert prepare_run_dir(config(run_dir)) == run_dir
+    (run_dir / FILE_NAME).write_text("yesterday's error")
+    prepare_run_dir(config(run_dir))
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_finished_run_is_never_overwritten(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    prepare_run_dir(config(tmp_path))
+    with pytest.raises(RunDirError, match="already holds a run and trainer.resume_mode=disable would overwrite it"):
+        prepare_run_dir(config(tmp_path, "disable"))
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match="cannot be written .*choose another folder"):
+        prepare_run_dir(config(tmp_path / "file" / "run"))
+
+
+def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(task_runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
+    with pytest.raises(RunDirError, match=r"1.0 GiB free, a run needs 2 GiB"):
+        prepare_run_dir(config(tmp_path))
+
+
+def start(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> list[dict]:
+    import ray
+
+    calls: list[dict] = []
+
+    def init(**options):
+        calls.append(options)
+        if errors:
+            raise errors.pop(0)
+
+    monkeypatch.setattr(ray, "init", init)
+    init_ray({"address": "local"})
+    return calls
+
+
+def test_a_slow_node_is_started_once_more(monkeypatch: pytest.MonkeyPatch, capsys):
+    slow = Exception("The current node timed out during startup. This could happen because ...")
+    assert start(monkeypatch, [slow]) == [{"address": "local"}] * 2
+    assert "trying once more" in capsys.readouterr().err
+
+
+def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="port is taken"):
+        start(monkeypatch, [ValueError("port is taken")])
+    with pytest.raises(Exception, match="timed out"):
+        start(monkeypatch, [Exception("timed out during startup"), Exception("timed out during startup")])
