@@ -53,3 +53,9 @@ def test_a_missing_skill_set_is_refused(alfworld_data: Path):
 def test_a_folder_without_a_tokenizer_is_refused(alfworld_data: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="has no tokenizer that loads"):
         preflight.check(config(alfworld_data, f"actor_rollout_ref.model.path={tmp_path}"))
+
+
+def test_the_real_engine_must_be_installed(alfworld_data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed: run 'bash scripts/install.sh --textworld'"):
+        preflight.check(config(alfworld_data, "env.backend=textworld"))

@@ -81,3 +81,9 @@ def test_answers_of_other_weights_are_refused(trainer: AgentOPSDTrainer):
     trainer._check_weights([episode("000005-0000", 0, version=4)])
     with pytest.raises(RolloutFailed, match="000005-0000 was sampled with the weights of update 3 to 3"):
         trainer._check_weights([episode("000005-0000", 0, version=4), episode("000005-0000", 1, version=3)])
+
+
+def test_when_every_episode_is_lost_the_run_ends_with_the_reason(trainer: AgentOPSDTrainer):
+    trainer._check_environment([episode("000005-0000", 0), episode("000005-0000", 1, env_error="crash")])
+    with pytest.raises(RolloutFailed, match="all 2 episodes were lost to the environment; the first, .*: crash"):
+        trainer._check_environment([episode("000005-0000", n, env_error="crash") for n in (0, 1)])

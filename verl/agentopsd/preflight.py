@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def check(config: DictConfig) -> list[str]:
         ConfigError: prompts or teacher rows that do not fit, with the arithmetic.
         Exception: the environment's or the skill bank's own error when games or skills are missing.
     """
+    if config.env.get("backend") == "textworld" and find_spec("textworld") is None:
+        raise ConfigError(
+            "env.backend=textworld needs the real ALFWorld engine, which is not installed: run "
+            "'bash scripts/install.sh --textworld', or use env.backend=exact"
+        )
     family = make_family(env_section(config))
     try:
         tasks = {split: family.tasks(split) for split in splits(config)}

@@ -133,6 +133,8 @@ def summary_line(step: int, data: dict[str, float]) -> str:
             parts.append(f"{label} {data[key]:{form}}")
 
     add("success", "group/success_rate", ".3f")
+    if data.get("env/errors"):
+        add("lost to the environment", "env/errors", ".0f")
     add("turns", "env/turns_mean", ".1f")
     add("invalid", "env/invalid_frac", ".3f")
     add("zero-adv", "group/zero_adv_frac", ".2f")

@@ -156,6 +156,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         episodes = read_episodes(batch)
+        self._check_environment(episodes)
         self._check_weights(episodes)
         advantages = self._base_advantages(batch, episodes, metrics)
         success_rates = self._success_rates(episodes)
@@ -167,6 +168,15 @@ class AgentOPSDTrainer(PPOTrainerSync):
         if credit is not None:
             metrics.update(step_metrics.credit_metrics(credit, rule))
         return batch
+
+    def _check_environment(self, episodes: list[Episode]) -> None:
+        """Single lost episodes are counted and left out; when all are lost there is nothing to learn from."""
+        if not any(episode.valid for episode in episodes):
+            first = episodes[0].facts
+            raise RolloutFailed(
+                f"update {self.global_steps}: all {len(episodes)} episodes were lost to the environment; the first, "
+                f"{first['game_id']}: {first['env_error']}"
+            )
 
     def _check_weights(self, episodes: list[Episode]) -> None:
         """Every answer must come from the weights of the last update, or the evidence is about another policy."""
