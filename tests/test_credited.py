@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
-from verl.agentopsd.credited import credit_episodes, spread
+from verl.agentopsd.credited import credit_episodes, evenly
 from verl.agentopsd.episodes import Episode
 
 
@@ -83,7 +83,7 @@ def test_only_scored_episodes_are_re_weighted():
 def test_a_run_without_the_method_spreads_the_base_advantage():
     credited, credit = credit_episodes(ROWS, [1.0, -1.0, 0.0], [0.5] * 3, {}, CreditConfig())
     assert credit is None
-    assert torch.equal(credited[0].token_advantages, spread(ROWS[0], 1.0))
+    assert torch.equal(credited[0].token_advantages, evenly(ROWS[0], 1.0))
     assert credited[0].token_advantages.unique().tolist() == [0.0, 1.0]
 
 

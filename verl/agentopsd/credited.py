@@ -57,7 +57,7 @@ class CreditedEpisode:
         )
 
 
-def spread(episode: Episode, advantage: float) -> torch.Tensor:
+def evenly(episode: Episode, advantage: float) -> torch.Tensor:
     """(T,) the base advantage on every action token: what a run without the method trains on."""
     return episode.action_mask * advantage
 
@@ -92,7 +92,7 @@ def credit_episodes(
     credited = []
     for index, episode in enumerate(episodes):
         if credit is None or index not in row_of:
-            tokens = spread(episode, advantages[index])
+            tokens = evenly(episode, advantages[index])
             credited.append(CreditedEpisode(episode, advantages[index], tokens, success_rates[index]))
             continue
         row = row_of[index]
