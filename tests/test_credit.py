@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.agentopsd import credit as credit_module
+from verl.agentopsd import turns as turns_module
 from verl.agentopsd.credit import Credit, CreditConfig, agentopsd_credit, group_advantage, group_success_rate
+from verl.agentopsd.turns import by_token, by_turn
 
 CONFIGS = {
     "default": CreditConfig(),
@@ -406,9 +408,28 @@ def test_statistics_are_per_trajectory_whatever_its_length() -> None:
     assert A[0].item() == pytest.approx(1.2076, abs=1e-4) and A[-1].item() == pytest.approx(-0.7246, abs=1e-4)
 
 
-def test_credit_imports_torch_and_nothing_of_the_training_stack() -> None:
-    tree = ast.parse(Path(credit_module.__file__).read_text())
+def imported(module) -> set[str]:
+    tree = ast.parse(Path(module.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert names == {"dataclasses", "torch"}
+    return {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top}
+
+
+def test_credit_imports_torch_and_nothing_of_the_training_stack() -> None:
+    assert imported(credit_module) == {"dataclasses", "torch", "verl.agentopsd.turns"}
+    assert imported(turns_module) == {"torch"}
     assert len(Path(credit_module.__file__).read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 2**17])
+def test_blocks_of_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Sums and look-ups equal the ones over the whole batch, whatever the block."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(12).div(3, rounding_mode="floor").repeat(5, 1).masked_fill(torch.rand(5, 12) < 0.3, -1)
+    x = torch.randn(5, 12, generator=generator).masked_fill(ids < 0, float("nan"))
+    whole = torch.zeros(5, 5, dtype=torch.float64).scatter_add(1, ids + 1, x.double())[:, 1:]
+    monkeypatch.setattr(turns_module, "BLOCK_TOKENS", block)
+    count, total = by_turn(x, ids, 4)
+    assert torch.equal(total, whole)
+    assert torch.equal(count, torch.stack([(ids == turn).sum(-1) for turn in range(4)], -1).double())
+    spread = by_token(whole.float(), ids, off=torch.full((5, 1), 9.0))
+    assert torch.equal(spread, whole.float().gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 9.0))

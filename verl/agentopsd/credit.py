@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.agentopsd.turns import by_token, by_turn
+
 
 @dataclass(frozen=True)
 class CreditConfig:
@@ -72,20 +74,18 @@ def agentopsd_credit(
         turn_ids: (N,T) long, the turn of each action token, 0..K-1 in order; -1 off the action mask.
         success_rate: (N,) S/G of the row's group.
     """
-    A, mask = advantages[:, None], turn_ids >= 0
-    if bad := int((~A.isfinite()).sum() + (~gaps.isfinite() & mask).sum()):
-        raise ValueError(f"{bad} base advantages or action-token gaps are not finite: check the rewards and log-probs")
+    A = advantages[:, None]
     if config.granularity == "token":
-        turn_ids = torch.where(mask, mask.long().cumsum(-1) - 1, -1)
+        turn_ids = torch.where(turn_ids >= 0, (turn_ids >= 0).long().cumsum(-1) - 1, -1)
     K = max(int(turn_ids.max()) + 1 if turn_ids.numel() else 0, 1)
-    slot = torch.where(mask, turn_ids, K)  # what is off the mask falls into a last slot, which is dropped
-    empty = torch.zeros(len(gaps), K + 1, dtype=torch.float64, device=gaps.device)
-    tokens = empty.scatter_add(1, slot, mask.double())[:, :K]
+    tokens, e = by_turn(gaps, turn_ids, K)
+    if not (A.isfinite().all() and e.isfinite().all()):
+        bad = int((~A.isfinite()).sum() + (~gaps.isfinite() & (turn_ids >= 0)).sum())
+        raise ValueError(f"{bad} base advantages or action-token gaps are not finite: check the rewards and log-probs")
     turns = tokens > 0
     n = turns.sum(-1, keepdim=True).clamp(min=1)
     if (turns[:, 1:] & ~turns[:, :-1]).any():
         raise ValueError("turn_ids skip a turn: every row must number its turns 0, 1, … without a gap")
-    e = empty.scatter_add(1, slot, gaps.double())[:, :K]
     if config.evidence == "token_mean":
         e = e / tokens.clamp(min=1)
     elif config.evidence == "clip":
@@ -96,7 +96,7 @@ def agentopsd_credit(
         e = 0.5 * (e - e[scored].mean()) / (e[scored].std(correction=0) + config.eps) * scored
     rate = success_rate.double()
     B_0 = (rate if config.prior == "group" else rate * 0 + float(config.prior)).clamp(config.eps, 1 - config.eps)
-    c = torch.cat([empty[:, :1], _discounted_sum(e, config.gamma)], dim=-1)  # c_0 = 0
+    c = torch.nn.functional.pad(_discounted_sum(e, config.gamma), (1, 0))  # c_0 = 0
     B = torch.sigmoid(torch.logit(B_0)[:, None] + c)
     dB = B.diff(dim=-1) * turns
     q = A.double().sign() * (dB if config.recursion else e)
@@ -109,8 +109,7 @@ def agentopsd_credit(
     A_k = (A.double() * m).to(A.dtype)
     ratio = A_k.double() / A.double()
     A_k = torch.where((ratio < low) | (ratio > high), torch.nextafter(A_k, A), A_k)  # rounding may not leave the bounds
-    A_t = A_k.gather(1, turn_ids.clamp(min=0)).where(mask, A * mask)
-    return Credit(A_t, e, B_0, B[:, 1:] * turns, dB, w * turns, turns)
+    return Credit(by_token(A_k, turn_ids, off=A * 0), e, B_0, B[:, 1:] * turns, dB, w * turns, turns)
 
 
 def group_success_rate(won: Tensor, valid: Tensor, group: Tensor) -> Tensor:
