@@ -12,7 +12,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 import verl.agentopsd.trainer as module
 from verl.agentopsd.episodes import Episode
-from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.trainer import AgentOPSDTrainer
 
 
@@ -75,15 +74,3 @@ def test_no_valid_group_costs_no_estimate(trainer: AgentOPSDTrainer):
     batch = KVBatchMeta(keys=[e.key for e in episodes], tags=[{}] * 2, partition_id="train")
     assert trainer._base_advantages(batch, episodes, {}) == [0.0, 0.0]
     assert trainer.estimated == []
-
-
-def test_answers_of_other_weights_are_refused(trainer: AgentOPSDTrainer):
-    trainer._check_weights([episode("000005-0000", 0, version=4)])
-    with pytest.raises(RolloutFailed, match="000005-0000 was sampled with the weights of update 3 to 3"):
-        trainer._check_weights([episode("000005-0000", 0, version=4), episode("000005-0000", 1, version=3)])
-
-
-def test_when_every_episode_is_lost_the_run_ends_with_the_reason(trainer: AgentOPSDTrainer):
-    trainer._check_environment([episode("000005-0000", 0), episode("000005-0000", 1, env_error="crash")])
-    with pytest.raises(RolloutFailed, match="all 2 episodes were lost to the environment; the first, .*: crash"):
-        trainer._check_environment([episode("000005-0000", n, env_error="crash") for n in (0, 1)])

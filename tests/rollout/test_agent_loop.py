@@ -416,6 +416,7 @@ def test_an_environment_fault_ends_the_episode_and_keeps_the_row(qwen25_tokenize
     output, server = play(qwen25_tokenizer, ["count", command])
     facts = output.extra_fields
     assert facts["env_error"] == error and not facts["won"] and not facts["truncated"]
+    assert facts["env_trace"].startswith("Traceback") and error in facts["env_trace"]
     assert len(server.requests) == facts["num_turns"] == 2
     assert actions(output)[1] == server.ids(command)
     assert facts["invalid"] == 0 and output.reward_score == 0.0

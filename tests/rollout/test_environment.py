@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl.agentopsd.envs.base import EnvironmentFault, Observation
-from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv, EpisodeTimeout
+from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv, EpisodeTimeout, short_trace
 
 
 class Recorder:
@@ -121,3 +121,43 @@ def test_a_timeout_of_the_awaited_itself_is_not_the_episodes():
 
     with pytest.raises(TimeoutError, match="socket"):
         asyncio.run(Deadline(10).wait(fails()))
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "step: returned NoneType instead of an observation"),
+        ("You win!", "step: returned str instead of an observation"),
+        (Observation(None), "step: returned an observation of the wrong types"),
+        (Observation("x", won=float("nan")), "step: returned an observation of the wrong types"),
+        (Observation("x" * 100_001), "step: returned a text of 100001 characters"),
+        (Observation("\ud800"), "step: returned a text that is not Unicode"),
+    ],
+)
+def test_garbage_is_an_environment_fault(executor, threaded, answer, message):
+    class Garbage(Recorder):
+        def step(self, command):
+            return answer
+
+    async def play():
+        env = EpisodeEnv(Garbage, executor if threaded else None, Deadline(10))
+        await env.reset()
+        await env.step("look")
+
+    with pytest.raises(EnvironmentFault, match=message):
+        asyncio.run(play())
+
+
+def test_a_trace_keeps_its_end_and_its_cause():
+    def fail():
+        try:
+            raise KeyError("x" * 5000)
+        except KeyError as error:
+            raise EnvironmentFault("the game died") from error
+
+    with pytest.raises(EnvironmentFault) as caught:
+        fail()
+    trace = short_trace(caught.value)
+    assert len(trace) == 4001 and trace.startswith("…")
+    assert trace.endswith("EnvironmentFault: the game died\n") and "direct cause" in trace

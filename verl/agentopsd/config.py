@@ -57,6 +57,7 @@ class EnvConfig:
     seed: int
     max_concurrent_episodes: int
     min_valid_episodes: int
+    max_error_share: float
     success_reward: float
     episode_timeout: float
 
@@ -141,6 +142,7 @@ def _env_problems(config: DictConfig) -> list[str]:
         _number("env.max_action_tokens", section.max_action_tokens, 1, None, whole=True),
         _number("env.max_concurrent_episodes", section.max_concurrent_episodes, 1, None, whole=True),
         _number("env.min_valid_episodes", section.min_valid_episodes, 2, None, whole=True),
+        _number("env.max_error_share", section.max_error_share, 0, 1),
         _number("env.success_reward", section.success_reward, 0, None, open_low=True),
         _number("env.episode_timeout", section.episode_timeout, 0, None, open_low=True),
         _number("env.seed", section.seed, 0, None, whole=True),

@@ -27,6 +27,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 
+from verl.agentopsd import contract
 from verl.agentopsd import metrics as step_metrics
 from verl.agentopsd.arrange import arrangement
 from verl.agentopsd.config import (
@@ -40,6 +41,7 @@ from verl.agentopsd.config import (
 )
 from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
+from verl.agentopsd.env_faults import report_faults
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.episodes import Episode, read_episodes
 from verl.agentopsd.evaluation.engine import episode_of, play, sampling_of
@@ -156,8 +158,7 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         episodes = read_episodes(batch)
-        self._check_environment(episodes)
-        self._check_weights(episodes)
+        self._check_episodes(episodes)
         advantages = self._base_advantages(batch, episodes, metrics)
         success_rates = self._success_rates(episodes)
         teacher_log_probs = self._teacher_log_probs(episodes, advantages, metrics)
@@ -169,25 +170,12 @@ class AgentOPSDTrainer(PPOTrainerSync):
             metrics.update(step_metrics.credit_metrics(credit, rule))
         return batch
 
-    def _check_environment(self, episodes: list[Episode]) -> None:
-        """Single lost episodes are counted and left out; when all are lost there is nothing to learn from."""
-        if not any(episode.valid for episode in episodes):
-            first = episodes[0].facts
-            raise RolloutFailed(
-                f"update {self.global_steps}: all {len(episodes)} episodes were lost to the environment; the first, "
-                f"{first['game_id']}: {first['env_error']}"
-            )
-
-    def _check_weights(self, episodes: list[Episode]) -> None:
-        """Every answer must come from the weights of the last update, or the evidence is about another policy."""
-        expected = self.global_steps - 1
-        for episode in episodes:
-            versions = (episode.facts["min_global_steps"], episode.facts["max_global_steps"])
-            if episode.facts["turns"] and versions != (expected, expected):
-                raise RolloutFailed(
-                    f"update {self.global_steps}: {episode.facts['game_id']} was sampled with the weights of update "
-                    f"{versions[0]} to {versions[1]} instead of {expected}: the weight sync did not reach every server"
-                )
+    def _check_episodes(self, episodes: list[Episode]) -> None:
+        """Before anything is computed from a batch: every row keeps the contract, and not too many are lost."""
+        games, group_size = self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
+        step, run_dir = self.global_steps, self.run_dir
+        contract.check_batch(episodes, step=step, games=games, group_size=group_size, run_dir=run_dir)
+        report_faults(episodes, step=step, max_share=self.env.max_error_share, run_dir=run_dir)
 
     def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> list[float]:
         """A per episode from verl's estimator, over valid episodes only (I9); 0 for the others."""

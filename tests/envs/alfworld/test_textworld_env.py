@@ -271,3 +271,17 @@ def test_the_real_engine_reports_a_broken_game_and_goes_on(alfworld_data, tmp_pa
         assert pool.pids == [pid]
     finally:
         pool.close()
+
+
+def test_a_worker_that_holds_too_much_memory_is_replaced_but_finishes_its_episodes(make_pool):
+    pool = make_pool(memory_mb=0)
+    first = TextWorldEnv("game", pool)
+    first.reset()
+    (old,) = pool.pids
+    second = TextWorldEnv("game", pool)
+    second.reset()
+    assert len(pool.pids) == 2
+    assert first.step("add").text == "1"
+    first.close()
+    assert gone(old)
+    assert second.step("add").text == "1"

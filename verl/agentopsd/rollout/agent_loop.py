@@ -22,7 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl.agentopsd.envs.base import EnvFamily, EnvironmentFault, Message, Task, make_family
 from verl.agentopsd.rollout.chat import ChatFormat
-from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv
+from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv, short_trace
 from verl.agentopsd.rollout.failures import report
 from verl.agentopsd.rollout.ledger import TokenLedger
 from verl.agentopsd.rollout.seeds import episode_seed, turn_seed
@@ -106,6 +106,7 @@ class EpisodeState:
     won: bool = False
     truncated_by: str = ""
     env_error: str = ""
+    env_trace: str = ""
     gen_seconds: float = 0.0
     num_preempted: int = -1
     weight_versions: list[int] = field(default_factory=list)
@@ -170,6 +171,7 @@ class TextEnvAgentLoop(AgentLoopBase):
                 await self._play(episode, env, deadline, sampling_params)
             except EnvironmentFault as fault:
                 episode.env_error = str(fault) or type(fault).__name__
+                episode.env_trace = short_trace(fault)
                 logger.warning("game %s, turn %d: %s", task.game_id, len(episode.turns), episode.env_error)
             finally:
                 env.close()
@@ -320,6 +322,7 @@ class TextEnvAgentLoop(AgentLoopBase):
                 "truncated": truncated,
                 "truncated_by": episode.truncated_by,
                 "env_error": episode.env_error,
+                "env_trace": episode.env_trace,
                 "seconds": seconds,
                 "env_seconds": env_seconds,
                 "gen_seconds": episode.gen_seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from typing import TypeVar
@@ -12,6 +13,10 @@ from typing import TypeVar
 from verl.agentopsd.envs.base import EnvironmentFault, Observation, TextEnv
 
 logger = logging.getLogger(__name__)
+MAX_TRACE = 4000
+"""Characters of a trace that travel with an episode; the end, which has the cause, is kept."""
+MAX_TEXT = 100_000
+"""Characters of one observation; more is taken for a fault of the environment."""
 T = TypeVar("T")
 
 
@@ -97,9 +102,9 @@ class EpisodeEnv:
         started = time.monotonic()
         try:
             if self._executor is None:
-                return function()
+                return _checked(function(), what)
             self._last_call = self._executor.submit(function)
-            return await self._deadline.wait(asyncio.wrap_future(self._last_call))
+            return _checked(await self._deadline.wait(asyncio.wrap_future(self._last_call)), what)
         except EnvironmentFault:
             raise
         except Exception as error:
@@ -114,3 +119,25 @@ class EpisodeEnv:
                 self._env.close()
         except Exception:
             logger.warning("environment failed in close", exc_info=True)
+
+
+def _checked(answer: Observation, what: str) -> Observation:
+    """An environment is other people's code: what it returns is checked before it can get into a row."""
+    if not isinstance(answer, Observation):
+        raise EnvironmentFault(f"{what}: returned {type(answer).__name__} instead of an observation")
+    flags = (answer.won, answer.done, answer.valid)
+    if not isinstance(answer.text, str) or not all(isinstance(flag, bool) for flag in flags):
+        raise EnvironmentFault(f"{what}: returned an observation of the wrong types: {str(answer)[:200]}")
+    if len(answer.text) > MAX_TEXT:
+        raise EnvironmentFault(f"{what}: returned a text of {len(answer.text)} characters")
+    try:
+        answer.text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFault(f"{what}: returned a text that is not Unicode: {error}") from error
+    return answer
+
+
+def short_trace(error: BaseException) -> str:
+    """The error's trace with its causes, cut at the front."""
+    text = "".join(traceback.format_exception(error))
+    return text if len(text) <= MAX_TRACE else "…" + text[-MAX_TRACE:]

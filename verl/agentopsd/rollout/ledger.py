@@ -17,12 +17,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 Span = tuple[int, int]
 """``[start, end)`` of one turn's action, counted from the first response token."""
 
 
 class RowError(ValueError):
-    """A row breaks the contract between prompt, response, mask, spans and log-probabilities."""
+    """A row breaks the contract between prompt, response, mask, spans and log-probabilities; ``field`` says where."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True)
@@ -123,15 +130,15 @@ class TokenLedger:
 
 
 def check_row(
-    prompt_ids: Sequence[int],
-    response_ids: Sequence[int],
-    action_mask: Sequence[int],
+    prompt_ids: ArrayLike,
+    response_ids: ArrayLike,
+    action_mask: ArrayLike,
     spans: Sequence[Sequence[int]],
-    logprobs: Sequence[float] | None,
+    logprobs: ArrayLike | None,
     *,
     game_id: str,
 ) -> None:
-    """Checks one row without padding against the contract.
+    """Checks one row without padding against the contract; sequences, arrays or CPU tensors.
 
     Raises:
         RowError: naming the game and the field.
@@ -139,27 +146,32 @@ def check_row(
 
     def require(holds: bool, field: str, problem: str) -> None:
         if not holds:
-            raise RowError(f"game {game_id}: {field}: {problem}")
+            raise RowError(f"game {game_id}: {field}: {problem}", field)
 
-    length = len(response_ids)
-    require(len(prompt_ids) > 0, "prompt_ids", "empty")
+    mask, length = np.asarray(action_mask), len(np.asarray(response_ids))
+    require(len(np.asarray(prompt_ids)) > 0, "prompt_ids", "empty")
     require(length > 0, "response_ids", "empty")
-    require(len(action_mask) == length, "action_mask", f"{len(action_mask)} entries for {length} response tokens")
-    require(all(value in (0, 1) for value in action_mask), "action_mask", "an entry is neither 0 nor 1")
+    require(len(mask) == length, "action_mask", f"{len(mask)} entries for {length} response tokens")
+    require(bool(((mask == 0) | (mask == 1)).all()), "action_mask", "an entry is neither 0 nor 1")
 
-    covered = [0] * length
+    covered = np.zeros(length, dtype=bool)
     previous_end = 0
     for turn, (start, end) in enumerate(spans):
         require(start < end, "spans", f"turn {turn} has the empty span [{start}, {end})")
         require(start >= previous_end, "spans", f"turn {turn} starts at {start}, before {previous_end}")
         require(end <= length, "spans", f"turn {turn} ends at {end}, the response has {length} tokens")
-        covered[start:end] = [1] * (end - start)
+        covered[start:end] = True
         previous_end = end
-    wrong = next((t for t in range(length) if covered[t] != action_mask[t]), None)
-    require(wrong is None, "spans", f"spans and action_mask disagree at response token {wrong}")
+    wrong = np.flatnonzero(covered != (mask == 1))
+    require(not len(wrong), "spans", f"spans and action_mask disagree at response token {_first(wrong)}")
 
     if logprobs is not None:
-        require(len(logprobs) == length, "logprobs", f"{len(logprobs)} entries for {length} response tokens")
-        require(all(math.isfinite(value) for value in logprobs), "logprobs", "an entry is not finite")
-        stray = next((t for t in range(length) if not action_mask[t] and logprobs[t] != 0.0), None)
-        require(stray is None, "logprobs", f"context token {stray} has a log-probability other than 0.0")
+        values = np.asarray(logprobs, dtype=np.float64)
+        require(len(values) == length, "logprobs", f"{len(values)} entries for {length} response tokens")
+        require(bool(np.isfinite(values).all()), "logprobs", "an entry is not finite")
+        stray = np.flatnonzero((mask == 0) & (values != 0.0))
+        require(not len(stray), "logprobs", f"context token {_first(stray)} has a log-probability other than 0.0")
+
+
+def _first(positions: np.ndarray) -> int | None:
+    return int(positions[0]) if len(positions) else None

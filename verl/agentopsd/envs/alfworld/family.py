@@ -27,7 +27,8 @@ class AlfworldFamily:
 
     Config keys (the ``env`` section): ``data_dir``, ``backend``, ``show_admissible``, ``prompt_style``,
     ``action_format``, ``check_counts`` (default true), ``generated.{dir,train,valid_seen,valid_unseen,seed}``, and for
-    ``backend=textworld`` ``workers``, ``reset_timeout``, ``step_timeout``.
+    ``backend=textworld`` ``workers``, ``reset_timeout``, ``step_timeout``, ``episodes_per_worker``,
+    ``worker_memory_mb``.
 
     Games are looked for in ``data_dir``, else in ``$ALFWORLD_DATA``; if neither is set, a generated set is made once in
     a cache folder and a warning says so. A path that is set but holds no games is an error, never a silent fall-back.

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from verl.agentopsd.envs.base import EnvironmentFault, Observation
 
 INSTALL = "bash scripts/install.sh --textworld"
@@ -135,6 +137,14 @@ class Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def memory(self) -> int:
+        """Resident memory in bytes; 0 when the process is gone."""
+        try:
+            return psutil.Process(self.pid).memory_info().rss
+        except psutil.Error:
+            return 0
+
     def request(self, message: Mapping[str, Any], timeout: float, path: str) -> dict[str, Any]:
         """The worker's answer; ``timeout`` (seconds) counts from when the worker is free.
 
@@ -194,10 +204,16 @@ class WorkerPool:
         reset_timeout: seconds for opening a game.
         step_timeout: seconds for a command.
         episodes_per_worker: after so many a process takes no more and ends with its last episode.
+        memory_mb: the same for a process that holds more resident memory than this.
     """
 
     def __init__(
-        self, workers: int = 2, reset_timeout: float = 60, step_timeout: float = 30, episodes_per_worker: int = 200
+        self,
+        workers: int = 2,
+        reset_timeout: float = 60,
+        step_timeout: float = 30,
+        episodes_per_worker: int = 200,
+        memory_mb: int = 2048,
     ) -> None:
         _check_installed()
         if workers < 1:
@@ -206,6 +222,7 @@ class WorkerPool:
         self.step_timeout = step_timeout
         self._size = workers
         self._episodes_per_worker = episodes_per_worker
+        self._memory = memory_mb * 2**20
         self._workers: list[Worker] = []
         self._retiring: list[Worker] = []
         self._numbers = itertools.count()
@@ -230,7 +247,7 @@ class WorkerPool:
             session = next(self._numbers)
             worker.sessions.add(session)
             worker.served += 1
-            if worker.served >= self._episodes_per_worker:
+            if worker.served >= self._episodes_per_worker or worker.memory > self._memory:
                 self._workers.remove(worker)
                 self._retiring.append(worker)
             return worker, session
@@ -260,7 +277,7 @@ class WorkerPool:
             worker.kill()
 
 
-_pools: dict[tuple[int, float, float], WorkerPool] = {}
+_pools: dict[tuple[int, float, float, int, int], WorkerPool] = {}
 _pools_lock = threading.Lock()
 
 
@@ -270,6 +287,8 @@ def shared_pool(config: Mapping[str, Any]) -> WorkerPool:
         int(config.get("workers", 2)),
         float(config.get("reset_timeout", 60)),
         float(config.get("step_timeout", 30)),
+        int(config.get("episodes_per_worker", 200)),
+        int(config.get("worker_memory_mb", 2048)),
     )
     with _pools_lock:
         if key not in _pools:
