@@ -514,6 +514,11 @@ def test_greedy_and_unseeded_requests_have_no_seed(qwen25_tokenizer):
     assert "seed" not in greedy and "seed" not in unseeded
 
 
+def test_the_seed_has_sglangs_name_there(qwen25_tokenizer):
+    params = play(qwen25_tokenizer, ["win"], **{"actor_rollout_ref.rollout.name": "sglang"})[1].requests[0][2]
+    assert "seed" not in params and isinstance(params["sampling_seed"], int)
+
+
 @pytest.mark.parametrize("episodes", [1, 4, 30])
 def test_no_more_episodes_than_allowed_play_at_once(qwen25_tokenizer, episodes):
     async def main():

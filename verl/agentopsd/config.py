@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.agentopsd.credit import CreditConfig
+from verl.agentopsd import deployment
 
 METHODS = ("agentopsd", "grpo")
 TEACHER_SOURCES = ("self",)
@@ -29,15 +30,23 @@ class ConfigError(ValueError):
 
 
 def register_resolvers() -> None:
-    """``${sum:a,b}`` adds integers; ``${tiny_model:}`` is the folder of the shipped model."""
+    """``${sum:a,b}`` adds integers, ``${share:a,n}`` is a/n rounded up; ``${tiny_model:}`` is the folder of the shipped
+    model, ``${cache:NAME}`` a folder for models made on this machine."""
     OmegaConf.register_new_resolver("sum", lambda *terms: sum(int(term) for term in terms), replace=True)
     OmegaConf.register_new_resolver("tiny_model", lambda: str(TINY_MODEL), replace=True)
+    OmegaConf.register_new_resolver("share", lambda whole, parts: -(-int(whole) // int(parts)), replace=True)
 
+    OmegaConf.register_new_resolver("cache", lambda name: str(cache_dir() / name), replace=True)
 
 TINY_MODEL = Path(__file__).parent / "models" / "tiny_alfworld"
 
 
 @dataclass(frozen=True)
+def cache_dir() -> Path:
+    """Where models made on this machine lie: ``$XDG_CACHE_HOME/agentopsd`` or ``~/.cache/agentopsd``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentopsd"
+
+
 class TeacherConfig:
     """Who rescores the response tokens, and with which text in the prompt."""
 
@@ -88,9 +97,28 @@ def env_section(config: DictConfig) -> dict[str, Any]:
 
 
 def data_parallel_size(config: DictConfig) -> int:
-    """Ranks that see different rows: all ranks, divided by those that share a sequence."""
+    """Ranks that see different rows: all ranks, divided by those that share a row, a layer or the model's depth."""
     ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    return max(1, ranks // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    actor = config.actor_rollout_ref.actor
+    layers = 1
+    if actor.strategy == "megatron":
+        layers = actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size
+    return max(1, ranks // (sequence_parallel_size(config) * layers))
+
+
+def sequence_parallel_size(config: DictConfig) -> int:
+    """Ranks that share one row: Ulysses on FSDP, context parallelism on Megatron."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "megatron":
+        return int(actor.megatron.context_parallel_size)
+    return int(actor.ulysses_sequence_parallel_size)
+
+
+def dynamic_row_limit(config: DictConfig) -> int | None:
+    """Tokens that one row may have with dynamic micro-batches: the limit per GPU times the GPUs that share a row."""
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        return None
+    return int(config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu) * sequence_parallel_size(config)
 
 
 def env_config(config: DictConfig) -> EnvConfig:
@@ -109,6 +137,7 @@ def validate(config: DictConfig) -> None:
     """
     problems = [*_method_problems(config), *_env_problems(config), *_batch_problems(config), *_length_problems(config)]
     if problems:
+    problems += deployment.problems(config)
         raise ConfigError("\n".join(problems))
 
 

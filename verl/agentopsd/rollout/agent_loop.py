@@ -54,6 +54,7 @@ class RolloutContext:
     response_length: int
     max_model_len: int
     skill_position: str
+    seed_name: str = "seed"
 
     @classmethod
     def create(cls, config: Any, tokenizer: Any) -> RolloutContext:
@@ -83,6 +84,8 @@ class RolloutContext:
             response_length=int(rollout.response_length),
             max_model_len=int(rollout.get("max_model_len") or total),
             skill_position=OmegaConf.select(config, "agentopsd.teacher.skill_position", default="system"),
+            # SGLang refuses parameters it does not know, and this one has another name there
+            seed_name="sampling_seed" if rollout.get("name") == "sglang" else "seed",
         )
         if context.max_action_tokens > context.response_length:
             raise RolloutError(
@@ -253,7 +256,7 @@ class TextEnvAgentLoop(AgentLoopBase):
         params["max_tokens"] = context.max_action_tokens
         params["stop_token_ids"] = [context.chat.end_of_turn_id]
         if context.seed is not None and params.get("temperature", 1.0) > 0:
-            params["seed"] = turn_seed(episode.seed, turn)
+            params[context.seed_name] = turn_seed(episode.seed, turn)
         started = time.monotonic()
         try:
             output: TokenOutput = await deadline.wait(
