@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl.agentopsd.envs.alfworld.prompts import parse_action
 from verl.agentopsd.envs.base import EnvironmentFault, Observation, Task, register_env
+from verl.agentopsd.evaluation.records import episode_record
 from verl.agentopsd.rollout.agent_loop import RolloutError, TextEnvAgentLoop
 from verl.agentopsd.rollout.ledger import check_row
 
@@ -551,6 +552,16 @@ def test_a_skill_is_in_the_prompt_only_if_the_row_asks_for_it(qwen25_tokenizer, 
     assert prompt in qwen25_tokenizer.decode(skilled.prompt_ids)
     assert skilled.extra_fields["messages"] == plain.extra_fields["messages"]
     assert (plain.extra_fields["skill"], skilled.extra_fields["skill"]) == ("", "Count faster.")
+    assert skilled.extra_fields["skill_position"] == position
+
+
+def test_the_record_shows_the_prompt_that_was_played(qwen25_tokenizer):
+    plain, _ = play(qwen25_tokenizer, ["win"])
+    skilled, _ = play(qwen25_tokenizer, ["win"], kwargs=row_kwargs(skill="Count faster.", max_turns=4))
+    records = [episode_record(output.extra_fields, run="r", step=1) for output in (plain, skilled)]
+    assert [record.skill for record in records] == [False, True]
+    assert [record.messages[0]["content"] for record in records] == ["Count.", "Count.\n\nCount faster."]
+    assert [record.max_turns for record in records] == [5, 4]
 
 
 def test_success_reward_scales_the_reward_only(qwen25_tokenizer):
@@ -591,3 +602,12 @@ def test_a_real_game_is_won_by_its_walkthrough(tiny_tokenizer, alfworld_data):
     assert "\nYour task is to: " in prompt and prompt.endswith("<|end|><|assistant|>")
     shown = "".join(f"<|user|>{turn['observation']}<|end|><|assistant|>" for turn in facts["turns"][:1])
     assert tiny_tokenizer.decode(output.response_ids).startswith(f"{walkthrough[0]}<|end|>{shown}{walkthrough[1]}")
+
+
+def test_the_row_s_horizon_overrides_max_turns(qwen25_tokenizer):
+    """Three turns for this row; five, the configured number, for a row that says nothing."""
+    limited, _ = play(qwen25_tokenizer, ["count"] * 6, kwargs=row_kwargs(max_turns=3))
+    facts = limited.extra_fields
+    assert (facts["num_turns"], facts["truncated_by"], facts["max_turns"]) == (3, "max_turns", 3)
+    plain, _ = play(qwen25_tokenizer, ["count"] * 6)
+    assert (plain.extra_fields["num_turns"], plain.extra_fields["max_turns"]) == (5, 5)

@@ -18,12 +18,11 @@ from omegaconf import DictConfig
 
 from verl.agentopsd.dataset import EpisodeDataset
 from verl.agentopsd.envs.base import Task
-from verl.agentopsd.evaluation.records import EpisodeRecord, episode_record
+from verl.agentopsd.evaluation.records import EpisodeRecord, episode_record, messages_shown
 from verl.agentopsd.replay import RolloutFailed, RolloutStalled
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.skills.bank import SkillBank, SkillLeak, assert_skill_free
-from verl.agentopsd.skills.insert import with_skill
 from verl.agentopsd.watchdog import kill_children, stage
 
 PARTITION = "val"
@@ -203,20 +202,18 @@ def episode_of(
     Raises:
         SkillLeak: the prompt is another one.
     """
-    facts = played.facts
-    skill = str(facts.get("skill") or "")
+    facts = {**played.facts, "skill_position": skill_position}
     assert_skill_free(facts["messages"], bank)
-    messages = with_skill(facts["messages"], skill, skill_position) if skill else facts["messages"]
+    messages = messages_shown(facts)
     if messages and played.prompt_ids != chat.initial_ids(messages):
         raise SkillLeak(f"the prompt of {facts['game_id']} is not the one that its record would show")
     return episode_record(
-        {**facts, "messages": messages},
+        facts,
         run=run,
         step=step,
         phase=phase,
         sample=played.sample,
         weights_version=weights_version,
-        skill=bool(skill),
     )
 
 

@@ -52,7 +52,7 @@ def validation_points(run_dir: Path, metrics: RunMetrics | None) -> list[Point]:
         return points
     for file in sorted((run_dir / "validation").glob("*.jsonl")):
         try:
-            episodes = [episode for episode in read_records(file) if not episode.env_error]
+            episodes = [e for e in read_records(file) if not e.env_error and not e.skill]
         except RecordError as error:
             logger.warning("left out of the curve: %s", error)
             continue

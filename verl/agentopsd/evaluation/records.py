@@ -18,6 +18,9 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
+from verl.agentopsd.envs.base import Message
+from verl.agentopsd.skills.insert import with_skill
+
 SCHEMA = 1
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,6 +48,7 @@ class Turn:
     dB: float | None = None
     w: float | None = None
     advantage: float | None = None
+    penalty: float | None = None  # what every token of the turn gets beside the advantage; None without penalties
     gaps: list[float] | None = None  # teacher minus actor log-prob of each action token, nats to six digits
 
 
@@ -74,6 +78,7 @@ class EpisodeRecord:
     success_rate: float | None = None  # S/G of the group
     prior: float | None = None  # B_0
     skill: bool = False  # the policy itself saw a skill: a control, never a result
+    max_turns: int | None = None  # turns that this episode was allowed
     prompt_tokens: int = 0
     action_tokens: int = 0
     response_tokens: int = 0
@@ -354,13 +359,13 @@ def episode_record(
     advantage: float | None = None,
     success_rate: float | None = None,
     prior: float | None = None,
-    skill: bool = False,
     credits: Sequence[TurnCredit] | None = None,
 ) -> EpisodeRecord:
     """Builds the record of one episode from what the agent loop left in ``extra_fields``.
 
     Args:
-        extra_fields: as ``rollout/agent_loop.py`` fills it.
+        extra_fields: as ``rollout/agent_loop.py`` fills it. With a ``skill`` in it, the record holds the messages with
+            that skill and says so.
         credits: one per turn for a scored row, ``None`` for a row that was not scored.
         weights_version: defaults to the rollout's own ``max_global_steps``.
 
@@ -384,7 +389,8 @@ def episode_record(
             advantage=None if advantage is None else float(advantage),
             success_rate=None if success_rate is None else float(success_rate),
             prior=None if prior is None else float(prior),
-            skill=skill,
+            skill=bool(extra_fields.get("skill")),
+            max_turns=extra_fields.get("max_turns"),
             weights_version=None if weights_version is None else int(weights_version),
             turns=[
                 Turn(
@@ -403,7 +409,7 @@ def episode_record(
             game_id=extra_fields["game_id"],
             task_type=extra_fields["task_type"],
             seed=int(extra_fields["seed"]),
-            messages=[dict(message) for message in extra_fields["messages"]],
+            messages=[dict(message) for message in messages_shown(extra_fields)],
             won=bool(extra_fields["won"]),
             num_turns=int(extra_fields["num_turns"]),
             invalid=int(extra_fields["invalid"]),
@@ -419,6 +425,12 @@ def episode_record(
         )
     except KeyError as error:
         raise RecordError(f"the rollout's extra_fields lack {error.args[0]!r}, which a record needs") from None
+
+
+def messages_shown(extra_fields: Mapping[str, Any]) -> Sequence[Message]:
+    """The opening chat as the policy saw it; empty when the environment failed before there was one."""
+    messages, skill = extra_fields["messages"], extra_fields.get("skill")
+    return with_skill(messages, skill, extra_fields["skill_position"]) if messages and skill else messages
 
 
 def _is_json(line: bytes) -> bool:

@@ -86,7 +86,7 @@ def read_run(run_dir: str | Path) -> RunSource:
 def record_files(run_dir: Path) -> list[Path]:
     """The record files of a run in the order of its updates."""
     found = [
-        (file.stem, order, file)
+        (file.stem.split("-")[0], order, file)  # 000020-with-skill belongs to step 20
         for order, folder in enumerate(RECORD_FOLDERS)
         for file in (run_dir / folder).glob("*.jsonl")
     ]

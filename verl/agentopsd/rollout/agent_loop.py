@@ -102,6 +102,7 @@ class EpisodeState:
     task: Task
     seed: int
     request_id: str
+    max_turns: int
     messages: list[Message] = field(default_factory=list)
     skill: str = ""
     ledger: TokenLedger | None = None
@@ -151,7 +152,8 @@ class TextEnvAgentLoop(AgentLoopBase):
         Args:
             sampling_params: temperature, top_p, top_k, logprobs: verl's, for training or for validation.
             kwargs: the dataset row: ``extra_info`` (``game_id, split, task_type, path, seed``, optionally ``skill``, a
-                text to put into the prompt), ``global_steps``, ``session_id``.
+                text to put into the prompt, and ``max_turns``, a horizon other than ``env.max_turns``),
+                ``global_steps``, ``session_id``.
 
         Returns:
             One row. An environment that fails ends the episode with ``env_error`` and what was sampled until then.
@@ -165,7 +167,13 @@ class TextEnvAgentLoop(AgentLoopBase):
         seed = episode_seed(
             context.seed or 0, int(info.get("seed") or 0), step, task.game_id, int(kwargs.get("session_id", 0))
         )
-        episode = EpisodeState(task, seed, request_id=uuid4().hex, skill=str(info.get("skill") or ""))
+        episode = EpisodeState(
+            task,
+            seed,
+            request_id=uuid4().hex,
+            max_turns=int(info.get("max_turns") or context.max_turns),
+            skill=str(info.get("skill") or ""),
+        )
         async with self._slot():
             started = time.monotonic()
             deadline = Deadline(context.episode_timeout)
@@ -200,7 +208,7 @@ class TextEnvAgentLoop(AgentLoopBase):
         shown: tuple[int, ...] = ()
 
         while not observation.done:
-            if len(episode.turns) == context.max_turns:
+            if len(episode.turns) == episode.max_turns:
                 episode.truncated_by = "max_turns"
                 return
             # every turn may use its full allowance: no answer is ever cut by what is left of the row
@@ -318,6 +326,8 @@ class TextEnvAgentLoop(AgentLoopBase):
                 "seed": episode.seed,
                 "messages": episode.messages,
                 "skill": episode.skill,
+                "skill_position": self.context.skill_position,
+                "max_turns": episode.max_turns,
                 "turns": turns,
                 "won": episode.won,
                 "num_turns": len(turns),
