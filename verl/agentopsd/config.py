@@ -6,6 +6,7 @@ Everything else in the configuration is verl's and is checked by verl's own ``va
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.agentopsd.credit import CreditConfig
 from verl.agentopsd import deployment
+from verl.agentopsd.credit import CreditConfig
 
 METHODS = ("agentopsd", "grpo")
 TEACHER_SOURCES = ("self",)
@@ -33,20 +34,20 @@ def register_resolvers() -> None:
     """``${sum:a,b}`` adds integers, ``${share:a,n}`` is a/n rounded up; ``${tiny_model:}`` is the folder of the shipped
     model, ``${cache:NAME}`` a folder for models made on this machine."""
     OmegaConf.register_new_resolver("sum", lambda *terms: sum(int(term) for term in terms), replace=True)
-    OmegaConf.register_new_resolver("tiny_model", lambda: str(TINY_MODEL), replace=True)
     OmegaConf.register_new_resolver("share", lambda whole, parts: -(-int(whole) // int(parts)), replace=True)
-
+    OmegaConf.register_new_resolver("tiny_model", lambda: str(TINY_MODEL), replace=True)
     OmegaConf.register_new_resolver("cache", lambda name: str(cache_dir() / name), replace=True)
+
 
 TINY_MODEL = Path(__file__).parent / "models" / "tiny_alfworld"
 
 
-@dataclass(frozen=True)
 def cache_dir() -> Path:
     """Where models made on this machine lie: ``$XDG_CACHE_HOME/agentopsd`` or ``~/.cache/agentopsd``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentopsd"
 
 
+@dataclass(frozen=True)
 class TeacherConfig:
     """Who rescores the response tokens, and with which text in the prompt."""
 
@@ -136,8 +137,8 @@ def validate(config: DictConfig) -> None:
         ConfigError: with one line per problem.
     """
     problems = [*_method_problems(config), *_env_problems(config), *_batch_problems(config), *_length_problems(config)]
-    if problems:
     problems += deployment.problems(config)
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
