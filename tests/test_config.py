@@ -62,6 +62,14 @@ def test_overrides_reach_the_credit_rule():
         ("algorithm.adv_estimator=agentops", "must be one of agentopsd, grpo; did you mean agentopsd?"),
         ("env.max_turns=0", "env.max_turns=0: must be a whole number, at least 1"),
         ("env.max_turns=2.5", "env.max_turns=2.5: must be a whole number"),
+        ("env.invalid_action_penalty=-0.1", "env.invalid_action_penalty=-0.1: must be a number, at least 0"),
+        ("env.max_turns_schedule=[[3,10]]", "the first stage must start at 0 finished updates"),
+        ("data.sampling.strategy=hard", "data.sampling.strategy=hard: must be one of shuffle, difficulty"),
+        ("data.sampling.low=0.95", "data.sampling.low=0.95 must be below data.sampling.high=0.95"),
+        ("data.sampling.hard_share=0.8", "hard_share + easy_share + explore_share is 1.1, more than a whole update"),
+        ("data.sampling.window=0", "data.sampling.window=0: must be a whole number, at least 1"),
+        ("agentopsd.student_skill=1", "agentopsd.student_skill=1: must be true or false"),
+        ("agentopsd.student_skill=true", "student and teacher would read the same prompt and every gap would be 0"),
         ("env.backend=exactly", "env.backend=exactly: must be one of exact, textworld; did you mean exact?"),
         ("actor_rollout_ref.rollout.n=1", "a group of one has no advantage"),
         ("data.train_batch_size=9", "data.train_batch_size=9 is not a multiple of"),
@@ -95,3 +103,17 @@ def test_unknown_overrides_come_with_a_suggestion(override: str, message: str):
 
 def test_known_keys_lists_sections_and_leaves():
     assert checks.known_keys(OmegaConf.to_container(OmegaConf.create({"a": {"b": 1}, "c": 2}))) == ["a", "a.b", "c"]
+
+
+def test_sampling_by_difficulty_needs_a_dataloader_that_does_not_run_ahead():
+    message = refuse("data.sampling.strategy=difficulty", "data.dataloader_num_workers=2")
+    assert "data.dataloader_num_workers=2 would draw games before the outcomes of the last update" in message
+
+
+def test_a_student_with_a_skill_goes_with_grpo():
+    checks.validate(compose_config([*TINY, "method=grpo", "agentopsd.student_skill=true"]))
+
+
+def test_the_sampling_section_reaches_the_sampler():
+    config = compose_config([*TINY, "data.sampling.strategy=difficulty", "data.sampling.rest=2"])
+    assert checks.sampling_config(config) == checks.SamplingConfig("difficulty", rest=2)

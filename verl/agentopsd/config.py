@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.agentopsd import deployment
 from verl.agentopsd.credit import CreditConfig
+from verl.agentopsd.horizon import schedule_problem
+from verl.agentopsd.sampling import SamplingConfig
 
 METHODS = ("agentopsd", "grpo")
 TEACHER_SOURCES = ("self",)
@@ -24,6 +26,7 @@ ON_MISSING_SKILL = ("error", "general")
 BACKENDS = ("exact", "textworld")
 PROMPT_STYLES = ("full", "compact")
 ACTION_FORMATS = ("tagged", "plain")
+SHARES = ("hard_share", "easy_share", "explore_share")
 
 
 class ConfigError(ValueError):
@@ -70,6 +73,8 @@ class EnvConfig:
     max_error_share: float
     success_reward: float
     episode_timeout: float
+    max_turns_schedule: list[list[int]] = field(default_factory=list)
+    invalid_action_penalty: float = 0.0
 
 
 def method_of(config: DictConfig) -> str:
@@ -123,7 +128,12 @@ def dynamic_row_limit(config: DictConfig) -> int | None:
 
 
 def env_config(config: DictConfig) -> EnvConfig:
-    return EnvConfig(**_pick(config.env, EnvConfig))
+    picked = _pick(config.env, EnvConfig)
+    return EnvConfig(**picked | {"max_turns_schedule": _plain(picked.get("max_turns_schedule", []))})
+
+
+def sampling_config(config: DictConfig) -> SamplingConfig:
+    return SamplingConfig(**_pick(config.data.sampling, SamplingConfig))
 
 
 def _pick(section: DictConfig, target: type) -> dict[str, Any]:
@@ -137,7 +147,7 @@ def validate(config: DictConfig) -> None:
         ConfigError: with one line per problem.
     """
     problems = [*_method_problems(config), *_env_problems(config), *_batch_problems(config), *_length_problems(config)]
-    problems += deployment.problems(config)
+    problems += [*_sampling_problems(config), *_student_skill_problems(config), *deployment.problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -176,11 +186,47 @@ def _env_problems(config: DictConfig) -> list[str]:
         _number("env.success_reward", section.success_reward, 0, None, open_low=True),
         _number("env.episode_timeout", section.episode_timeout, 0, None, open_low=True),
         _number("env.seed", section.seed, 0, None, whole=True),
+        _number("env.invalid_action_penalty", section.get("invalid_action_penalty", 0.0), 0, None),
+        schedule_problem(_plain(section.get("max_turns_schedule", [])), section.max_turns),
         _choice("env.backend", section.get("backend", "exact"), BACKENDS),
         _choice("env.prompt_style", section.get("prompt_style", "full"), PROMPT_STYLES),
         _choice("env.action_format", section.get("action_format", "tagged"), ACTION_FORMATS),
     ]
     return [problem for problem in checks if problem]
+
+
+def _sampling_problems(config: DictConfig) -> list[str]:
+    section = config.data.sampling
+    checks = [
+        _choice("data.sampling.strategy", section.strategy, ("shuffle", "difficulty")),
+        *(_number(f"data.sampling.{key}", section[key], 0, 1) for key in ("low", "high", *SHARES)),
+        _number("data.sampling.window", section.window, 1, None, whole=True),
+        _number("data.sampling.rest", section.rest, 0, None, whole=True),
+    ]
+    if problems := [problem for problem in checks if problem]:
+        return problems
+    if section.low >= section.high:
+        problems.append(f"data.sampling.low={section.low} must be below data.sampling.high={section.high}")
+    if (total := sum(section[key] for key in SHARES)) > 1 + 1e-9:
+        problems.append(f"data.sampling: {' + '.join(SHARES)} is {total:.6g}, more than a whole update: lower them")
+    if section.strategy == "difficulty" and config.data.dataloader_num_workers:
+        problems.append(
+            f"data.dataloader_num_workers={config.data.dataloader_num_workers} would draw games before the outcomes of "
+            "the last update are known: data.sampling.strategy=difficulty needs 0"
+        )
+    return problems
+
+
+def _student_skill_problems(config: DictConfig) -> list[str]:
+    asked = config.agentopsd.student_skill
+    if problem := _boolean("agentopsd.student_skill", asked):
+        return [problem]
+    if asked and method_of(config) == "agentopsd":
+        return [
+            "agentopsd.student_skill=true with algorithm.adv_estimator=agentopsd: student and teacher would read the "
+            "same prompt and every gap would be 0; use method=grpo with it, or agentopsd.student_skill=false"
+        ]
+    return []
 
 
 def _batch_problems(config: DictConfig) -> list[str]:
@@ -244,6 +290,10 @@ def _length_problems(config: DictConfig) -> list[str]:
             f"raise it to {total}"
         )
     return problems
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _choice(key: str, value: Any, known: tuple[str, ...]) -> str | None:

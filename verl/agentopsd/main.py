@@ -20,7 +20,8 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import preflight
-from verl.agentopsd.config import ConfigError, method_of, register_resolvers, suggest, validate
+from verl.agentopsd.config import ConfigError, env_config, method_of, register_resolvers, suggest, validate
+from verl.agentopsd.horizon import describe
 from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
 
@@ -94,7 +95,8 @@ def plan(config: DictConfig) -> str:
         "run": config.run_dir,
         "model": config.actor_rollout_ref.model.path,
         "method": f"{method_of(config)}   credit: {credit}   base: {rule.base_estimator}",
-        "update": f"{data.train_batch_size} games × {rollout.n} episodes, at most {config.env.max_turns} turns, "
+        "update": f"{data.train_batch_size} games × {rollout.n} episodes, "
+        f"at most {describe(env_config(config).max_turns_schedule, config.env.max_turns)}, "
         f"mini-batches of {config.actor_rollout_ref.actor.ppo_mini_batch_size} games",
         "lengths": f"prompt ≤ {data.max_prompt_length}, response ≤ {data.max_response_length} tokens",
         "updates": f"{config.trainer.total_training_steps}, validation on {data.val_files} every "
