@@ -11,6 +11,7 @@ import transfer_queue
 
 from verl.agentopsd.envs.base import Task
 from verl.agentopsd.evaluation.engine import PARTITION, TaskDataset, play
+from verl.agentopsd.liveness import WorkerLost
 from verl.agentopsd.replay import RolloutFailed, RolloutStalled
 
 
@@ -53,13 +54,17 @@ def tasks(n: int) -> list[Task]:
     return [Task(f"valid_seen/g{i}", "valid_seen", "heat", f"/games/{i}") for i in range(n)]
 
 
-def played(queue: Queue, monkeypatch: pytest.MonkeyPatch, games: int, samples: int, limit: float = 10) -> list[Any]:
+def played(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, games: int, samples: int, limit: float = 10, **options: Any
+) -> list[Any]:
     for name in ("kv_batch_put", "kv_list", "kv_batch_get", "kv_clear"):
         monkeypatch.setattr(transfer_queue, name, getattr(queue, name))
     dataset = TaskDataset(tasks(games), "alfworld", seed=3)
     rows = [dataset[i] for i in range(games)]
     found = play(
-        queue, rows, samples=samples, step=0, limit_seconds=limit, run_dir=Path("/nowhere"), poll_seconds=0.001
+        *(queue, rows),
+        **{"samples": samples, "step": 0, "limit_seconds": limit, "run_dir": Path("/nowhere"), "poll_seconds": 0.001},
+        **options,
     )
     return [(one.game, one.sample, one.facts["key"]) for one in found]
 
@@ -92,8 +97,22 @@ def test_a_failed_game_ends_the_evaluation(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_stall_ends_the_evaluation(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(RolloutStalled, match="1 are missing. Raise limits.rollout"):
+    written: list[Path] = []
+    monkeypatch.setattr("verl.agentopsd.evaluation.engine.write_stacks", written.append)
+    message = (
+        "1 are missing. The stacks of all processes are in /nowhere/stalled-validation.txt. Raise limits.validation"
+    )
+    with pytest.raises(RolloutStalled, match=message):
         played(Queue([["000000-v000001_0_0"]]), monkeypatch, games=2, samples=1, limit=0.05)
+    assert written == [Path("/nowhere/stalled-validation.txt")]
+
+
+def test_a_dead_worker_ends_the_wait(monkeypatch: pytest.MonkeyPatch):
+    def check() -> None:
+        raise WorkerLost("the agent-loop worker 0 has died")
+
+    with pytest.raises(WorkerLost):
+        played(Queue([["000000-v000001_0_0"]]), monkeypatch, games=2, samples=1, check_workers=check)
 
 
 def test_skills_go_into_the_rows_only_when_asked_for():

@@ -121,8 +121,8 @@ def _refuse(episode: Episode, field: str, problem: str, step: int, run_dir: Path
     dump = run_dir / "contract-violation.json"
     dump.write_text(json.dumps(_dumped(episode, field, problem, step), indent=1, default=str), encoding="utf-8")
     raise ContractViolation(
-        f"update {step}: game {episode.facts['game_id']}, row {episode.key}, {field}: {problem}. Nothing was trained on "
-        f"this batch; the row is in {dump}"
+        f"update {step}: game {episode.facts['game_id']}, row {episode.key}, {field}: {problem}. Nothing was trained "
+        f"on this batch; the row is in {dump}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run does about episodes that the environment lost: counts them, names them, and stops when they are too many."""
+"""What a run does about episodes that the environment lost: names and counts them, stops when they are too many."""
 
 from __future__ import annotations
 

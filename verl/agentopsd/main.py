@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl.agentopsd import preflight
+from verl.agentopsd import preflight, run_guard
 from verl.agentopsd.config import ConfigError, env_config, method_of, register_resolvers, suggest, validate
 from verl.agentopsd.horizon import describe
 from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
+from verl.agentopsd.redact import redact, redact_yaml
 
-USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [KEY=VALUE ...]
+USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [--allow-config-change KEY] [KEY=VALUE ...]
 
 Trains with AgentOPSD on verl. Groups: model={models} device={devices} method={methods} env={envs}
   backend={backends} rollout_engine={rollout_engines}
@@ -35,6 +37,7 @@ Often changed:
   trainer.total_training_steps=20  data.train_batch_size=8  actor_rollout_ref.rollout.n=8
   env.backend=exact|textworld  env.data_dir=DIR  env.seed=0
   run_dir=DIR                                 where everything is written; an existing run there is resumed
+  --allow-config-change KEY                   resume although KEY (or a whole section) was changed; may be repeated
 Every key:  python -m verl.agentopsd.main --cfg
 """
 
@@ -155,10 +158,16 @@ def _explain_override(message: str, overrides: list[str]) -> str:
     return message
 
 
-def train(overrides: list[str], dry_run: bool = False) -> None:
-    """Composes, checks, prints the plan and, unless ``dry_run``, trains."""
+def train(overrides: list[str], dry_run: bool = False, allowed_changes: Sequence[str] = ()) -> None:
+    """Composes, checks, prints the plan and, unless ``dry_run``, trains.
+
+    Args:
+        allowed_changes: keys in which a resumed run may differ from what it was started with.
+    """
     config = compose_config(overrides)
     environment = prepare(config)
+    run_guard.check_unchanged(config, allowed_changes)
+    run_guard.check_checkpoint(config)
     notes = preflight.check(config)
     print("\n".join([plan(config), *notes]), flush=True)
     if dry_run:
@@ -168,28 +177,49 @@ def train(overrides: list[str], dry_run: bool = False) -> None:
     run(config, environment)
 
 
+def take_options(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
+    """The arguments without every ``option VALUE`` and ``option=VALUE``, and the values.
+
+    Raises:
+        ConfigError: the option has no value.
+    """
+    rest, values = [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if name != option:
+            rest.append(argument)
+            continue
+        value = value if equals else next(waiting, "")
+        if not value or value.startswith("--"):
+            raise ConfigError(f"{option} needs a key, for example {option} agentopsd.lambda")
+        values.append(value)
+    return rest, values
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line. Returns 0 after a finished run, 1 after one clear sentence, 130 when interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments or "-h" in arguments:
         print(USAGE.format(**{f"{group}s": "|".join(config_group(group)) for group in GROUPS}))
         return 0
-    overrides = [argument for argument in arguments if not argument.startswith("--")]
-    flags = set(arguments) - set(overrides)
     try:
+        arguments, allowed_changes = take_options(arguments, run_guard.ALLOW)
+        overrides = [argument for argument in arguments if not argument.startswith("--")]
+        flags = set(arguments) - set(overrides)
         if unknown := flags - {"--dry-run", "--cfg"}:
             raise ConfigError(f"unknown option {sorted(unknown)[0]}; --help lists the options")
         if "--cfg" in flags:
-            print(OmegaConf.to_yaml(compose_config(overrides)))
+            print(redact_yaml(compose_config(overrides)))
         else:
-            train(overrides, dry_run="--dry-run" in flags)
+            train(overrides, dry_run="--dry-run" in flags, allowed_changes=allowed_changes)
     except KeyboardInterrupt:
         print("\nstopped; give the same run_dir to continue from the last checkpoint", file=sys.stderr)
         return 130
     except Exception as error:
         if not type(error).__module__.startswith("verl.agentopsd"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return 1
     return 0
 

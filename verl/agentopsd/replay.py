@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from verl.agentopsd.rollout.failures import worker_errors
+from verl.agentopsd.watchdog import write_stacks
 
 
 class RolloutStalled(RuntimeError):
@@ -31,6 +34,7 @@ class EpisodeBuffer(ReplayBuffer):
         options = kwargs["sampler_kwargs"] or {}
         self.limit_seconds = float(options.get("limit_seconds", 1800))
         self.run_dir = str(options.get("run_dir", "."))
+        self.check_workers: Callable[[], None] = lambda: None  # set once the workers are there
         super().__init__(poll_interval=float(options.get("poll_seconds", 0.05)), **kwargs)
         self._progress: tuple[int, int, int] | None = None
         self._since = time.monotonic()
@@ -45,6 +49,7 @@ class EpisodeBuffer(ReplayBuffer):
         return super()._terminal_eviction_reasons(global_steps, partition_id)
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        self.check_workers()
         progress = (
             len(self.partitions[partition_id]),
             len(self.finished_keys[partition_id]),
@@ -53,10 +58,13 @@ class EpisodeBuffer(ReplayBuffer):
         if progress != self._progress:
             self._progress, self._since = progress, time.monotonic()
         if time.monotonic() - self._since > self.limit_seconds:
+            stacks = Path(self.run_dir) / "stalled-rollout.txt"
+            write_stacks(stacks)
             raise RolloutStalled(
                 f"no episode finished for {self.limit_seconds:.0f} s ({progress[0]} are there, "
                 f"{len(self.running_keys[partition_id])} games run, {len(self.pending_keys[partition_id])} wait). "
-                f"Raise limits.rollout if episodes take that long; {worker_errors(self.run_dir)}"
+                f"The stacks of all processes are in {stacks}. Raise limits.rollout if episodes take that long; "
+                f"{worker_errors(self.run_dir)}"
             )
         return super()._wait_for_next_poll(partition_id, last_debug_time)
 

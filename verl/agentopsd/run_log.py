@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from verl.agentopsd import trackers
+from verl.agentopsd.checkpoints import write_atomically
 from verl.agentopsd.diagnose import diagnose
 from verl.agentopsd.evaluation.run_metrics import read_metrics
 
@@ -38,11 +41,20 @@ class RunLog:
         run_dir: gets ``metrics.jsonl`` (one ``{"step": n, "data": {...}}`` per line) and ``success_curve.png``.
         total_steps: number of updates, for the progress bar.
         first_step: the last finished update; lines after it, left by an interrupted run, are dropped.
+        on_logged: called with the step when its line is on disk.
     """
 
-    def __init__(self, tracking: Any, run_dir: Path, total_steps: int, first_step: int):
+    def __init__(
+        self,
+        tracking: Any,
+        run_dir: Path,
+        total_steps: int,
+        first_step: int,
+        on_logged: Callable[[int], None] = lambda step: None,
+    ):
         self.tracking = tracking
         self.run_dir = run_dir
+        self._on_logged = on_logged
         self.path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
         self._drop_after(first_step)
@@ -72,6 +84,7 @@ class RunLog:
         numeric = {key: number for key, value in data.items() if (number := plain_number(value)) is not None}
         self._file.write(json.dumps({"step": step, "data": numeric}) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
         self.console.print(summary_line(step, numeric), highlight=False)
         success = numeric.get("group/success_rate")
         self._bar.update(
@@ -82,6 +95,7 @@ class RunLog:
         if "val/success_rate" in numeric:
             self._draw()
             self._warn()
+        self._on_logged(step)
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the files and the progress bar; called by the runner at the end, whatever happened."""
@@ -114,9 +128,10 @@ class RunLog:
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= step]  # type: ignore[operator]
+        # a run that starts from nothing keeps nothing: its validation before the first update is step 0 again
+        kept = [line for line in lines if (own := _step_of(line)) is not None and own <= step and step > 0]
         if len(kept) < len(lines):
-            self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_atomically(self.path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> int | None:

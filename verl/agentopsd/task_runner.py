@@ -12,16 +12,21 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
+import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import trackers
+from verl.agentopsd.checkpoints import out_of_space, write_atomically
+from verl.agentopsd.redact import RedactingFile, redact, redact_yaml
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
+from verl.agentopsd.run_guard import lock_run_dir
+from verl.agentopsd.termination import Stopped, Termination
 from verl.agentopsd.watchdog import kill_children
 
 logger = logging.getLogger(__name__)
@@ -34,35 +39,88 @@ class RunDirError(RuntimeError):
     """The run directory cannot take this run."""
 
 
+class WorkerFailed(RuntimeError):
+    """A worker process died or raised an error."""
+
+
 class ResourceError(RuntimeError):
     """The Ray cluster cannot hold this run."""
 
 
 def run(config: DictConfig, environment: dict[str, str]) -> None:
-    """Trains until ``trainer.total_training_steps``; leaves no process behind, however it ends.
+    """Trains until ``trainer.total_training_steps`` or SIGTERM; leaves no process behind, however it ends.
 
     Args:
         config: composed, validated; resolved here.
         environment: variables that every worker process must have.
+
+    Raises:
+        WorkerFailed: a worker died or raised; its trace is in ``verl.log``.
+        RunDirError: the disk is full.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    termination = Termination()
+    termination.install()
     import ray
 
+    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     try:
         run_dir = prepare_run_dir(config)
+        lock = lock_run_dir(run_dir)
         start_ray(config, environment)
-        with (run_dir / "verl.log").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            with warnings.catch_warnings():
+        termination.install()  # Ray has taken the signal over
+        with (run_dir / "verl.log").open("a", encoding="utf-8") as log:
+            quiet: Any = RedactingFile(log)
+            with contextlib.redirect_stdout(quiet), warnings.catch_warnings(), explained(run_dir, quiet):
                 warnings.simplefilter("ignore")  # of the libraries; what concerns the user is an error or a metric
-                _train(config)
+                _train(config, termination)
+    except (Stopped, KeyboardInterrupt) as stop:
+        if not termination.requested:
+            raise
+        print(stop if isinstance(stop, Stopped) else "stopped by SIGTERM before the first update", flush=True)
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
         kill_children()  # what a local cluster may leave; a cluster that was joined is not ours
+        with lock:
+            pass  # released last: until here another run would meet our processes
 
 
-def _terminate(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt(f"signal {signal.Signals(signum).name}")
+@contextlib.contextmanager
+def explained(run_dir: Path, log: TextIO) -> Iterator[None]:
+    """Turns what a dead or failing worker and a full disk look like from here into one sentence each."""
+    import ray
+
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        log.write("".join(traceback.format_exception(error)))
+        if out_of_space(error):
+            raise RunDirError(_DISK_FULL.format(run_dir=run_dir)) from error
+        kind = "has died" if isinstance(error, ray.exceptions.RayActorError) else "failed"
+        raise WorkerFailed(
+            f"a worker process {kind}: {cause_of(error)} (all of it in {run_dir / 'verl.log'}). The same command with "
+            "the same run_dir continues from the last checkpoint"
+        ) from error
+    except OSError as error:
+        if out_of_space(error):
+            raise RunDirError(_DISK_FULL.format(run_dir=run_dir)) from error
+        raise
+
+
+_DISK_FULL = (
+    "no space left on the disk of run_dir={run_dir}: what was written until here is intact; free some space and give "
+    "the same run_dir to continue from the last checkpoint"
+)
+
+
+def cause_of(error: BaseException) -> str:
+    """One line of a remote error: the error itself stands last, behind its traceback; a death is told first."""
+    import ray
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[0] if isinstance(error, ray.exceptions.RayActorError) else lines[-1]
 
 
 def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
@@ -87,6 +145,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         elif config.trainer.device == "cpu":
             # never a cluster that happens to run here: it lacks the logical GPUs
             options["address"] = "local"
+            # every server of the run, vLLM's too, binds to the node's address: nothing outside this machine reaches it
+            options.setdefault("_node_ip_address", "127.0.0.1")
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
     needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -114,7 +174,7 @@ def init_ray(options: dict[str, Any]) -> None:
         ray.init(**options)
 
 
-def _train(config: DictConfig) -> None:
+def _train(config: DictConfig, termination: Termination) -> None:
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ, trainer_base
 
@@ -132,6 +192,7 @@ def _train(config: DictConfig) -> None:
     trainer, finished = None, False
     try:
         trainer = AgentOPSDTrainer(config)
+        trainer.termination = termination
         trainer.init()
         agent_loops = AgentLoopManagerTQ.create(
             config=config,
@@ -188,8 +249,12 @@ def quiet_libraries() -> None:
 def write_run_files(config: DictConfig) -> None:
     """The resolved configuration and what it ran on, in the run directory."""
     run_dir = Path(config.run_dir)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
-    (run_dir / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+    text, stored = redact_yaml(config), run_dir / "config.yaml"
+    if stored.is_file() and stored.read_text(encoding="utf-8") != text:
+        number = len(list(run_dir.glob("config-*.yaml"))) + 1
+        stored.rename(run_dir / f"config-{number}.yaml")  # what the run had until now
+    write_atomically(stored, text)
+    write_atomically(run_dir / "versions.json", redact(json.dumps(versions(), indent=2)) + "\n")
 
 
 def versions() -> dict[str, str]:

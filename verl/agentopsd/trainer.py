@@ -7,12 +7,10 @@ rescores the trajectories with A ≠ 0 and the credit rule spreads A over their 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
@@ -42,6 +39,7 @@ from verl.agentopsd.config import (
 )
 from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
+from verl.agentopsd.durable import DurableTrainer, ValidationCut
 from verl.agentopsd.env_faults import report_faults
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.episodes import Episode, read_episodes
@@ -53,47 +51,38 @@ from verl.agentopsd.evaluation.summary import finished
 from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
-from verl.agentopsd.run_log import RunLog
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.teacher import TeacherPolicy
-from verl.agentopsd.watchdog import stage
 
 
 @register_trainer("agentopsd")
-class AgentOPSDTrainer(PPOTrainerSync):
+class AgentOPSDTrainer(DurableTrainer):
     """``trainer.v1.trainer_mode=agentopsd``; ``algorithm.adv_estimator`` chooses ``agentopsd`` or ``grpo``."""
 
     def __init__(self, config: DictConfig):
         self.method = method_of(config)
-        self.run_dir = Path(config.run_dir)
         with open_dict(config):
             # any other mode name selects upstream's asynchronous replay buffer
             config.trainer.v1.trainer_mode = "sync"
             # upstream's advantage stage computes A; ours continues from there
             config.algorithm.adv_estimator = config.agentopsd.base_estimator
             # upstream calls _log_rollout_data only when a folder is named
-            config.trainer.rollout_data_dir = str(self.run_dir / "rollouts")
+            config.trainer.rollout_data_dir = str(Path(config.run_dir) / "rollouts")
         super().__init__(config)
         self.credit_rule = credit_config(config)
         self.env = env_config(config)
         self.data_parallel_size = data_parallel_size(config)
-        self._tracking: RunLog | None = None
         self._credited: list[CreditedEpisode] = []
 
     # -- start ---------------------------------------------------------------------------------------------------
 
     def _setup(self) -> None:
-        with self._limited("start"):
-            super()._setup()
+        super()._setup()
         self.chat = ChatFormat(self.tokenizer, self._template_kwargs())
         settings = teacher_config(self.config)
         task_types = make_family(env_section(self.config)).task_types
         self.bank = SkillBank.load(settings.skills, task_types, on_missing=settings.on_missing_skill)
         self.teacher = self._build_teacher(settings) if self.method == "agentopsd" else None
-
-    def on_init_end(self) -> None:
-        with self._limited("weight_sync"):
-            super().on_init_end()
 
     def _template_kwargs(self) -> dict[str, Any]:
         settings = self.config.data.get("apply_chat_template_kwargs") or {}
@@ -121,17 +110,6 @@ class AgentOPSDTrainer(PPOTrainerSync):
         rollout = self.config.actor_rollout_ref.rollout
         micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
         return self.data_parallel_size * micro_batch
-
-    # -- what a run writes ---------------------------------------------------------------------------------------
-
-    @property
-    def logger(self) -> Any:
-        return self._tracking
-
-    @logger.setter
-    def logger(self, tracking: Any) -> None:
-        """Upstream assigns its Tracking here once training starts; ours adds metrics.jsonl and the progress."""
-        self._tracking = RunLog(tracking, self.run_dir, self.total_training_steps, first_step=self.global_steps)
 
     # -- rollout -------------------------------------------------------------------------------------------------
 
@@ -261,20 +239,6 @@ class AgentOPSDTrainer(PPOTrainerSync):
             ),
         }
 
-    # -- update and weight sync ----------------------------------------------------------------------------------
-
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self._limited("update"):
-            return super()._update_actor(batch, metrics)
-
-    def on_step_end(self) -> None:
-        with self._limited("weight_sync"):
-            super().on_step_end()
-
-    def _save_checkpoint(self) -> None:
-        with self._limited("save"):
-            super()._save_checkpoint()
-
     # -- records -------------------------------------------------------------------------------------------------
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
@@ -295,15 +259,22 @@ class AgentOPSDTrainer(PPOTrainerSync):
 
     def _validate(self) -> dict[str, float]:
         """Plays the validation games as the evaluation command does: skill-free, every episode counted once."""
+        if self.termination.requested:
+            return {}
         started = time.perf_counter()
-        played = play(
+        waiting = play(
             self.agent_loop_manager,
             [self.val_dataset[index] for index in range(len(self.val_dataset))],
             samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             step=self.global_steps,
-            limit_seconds=float(self.config.limits.rollout),
+            limit_seconds=float(self.config.limits.validation),
             run_dir=self.run_dir,
+            check_workers=self._while_validating,
         )
+        try:
+            played = list(waiting)
+        except ValidationCut:
+            return {}
         checked = functools.partial(  # I11
             episode_of,
             run=self.run_dir.name,
@@ -329,8 +300,3 @@ class AgentOPSDTrainer(PPOTrainerSync):
     def _panel_name(self) -> str:
         files, limit = self.config.data.val_files, self.config.data.val_max_samples
         return (files if isinstance(files, str) else "+".join(files)) + (f"-{limit}" if limit > 0 else "")
-
-    @contextlib.contextmanager
-    def _limited(self, name: str) -> Iterator[None]:
-        with stage(name, float(self.config.limits[name]), self.run_dir):
-            yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from verl.agentopsd.replay import RolloutFailed, RolloutStalled
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.skills.bank import SkillBank, SkillLeak, assert_skill_free
-from verl.agentopsd.watchdog import kill_children, stage
+from verl.agentopsd.watchdog import kill_children, stage, write_stacks
 
 PARTITION = "val"
 """verl's agent loops put what they play with validation sampling into this partition of the transfer queue."""
@@ -125,6 +125,7 @@ def play(
     limit_seconds: float,
     run_dir: Path,
     poll_seconds: float = 0.05,
+    check_workers: Callable[[], None] = lambda: None,
 ) -> Iterator[Played]:
     """Plays every game ``samples`` times with validation sampling; episodes come in the order in which they end.
 
@@ -135,6 +136,7 @@ def play(
         step: part of the sampling seeds; an evaluation uses 0, so that all models draw with the same seeds.
         limit_seconds: time without any episode ending after which it is an error.
         run_dir: where the agent loops leave their errors.
+        check_workers: called while waiting; raises when a worker has died.
 
     Raises:
         RolloutFailed: a worker or the engine failed.
@@ -161,11 +163,14 @@ def play(
                 yield Played(*waiting.pop(key), extra, prompt.tolist())
             last_end = time.monotonic()
         elif time.monotonic() - last_end > limit_seconds:
+            stacks = run_dir / "stalled-validation.txt"
+            write_stacks(stacks)
             raise RolloutStalled(
-                f"no episode ended for {limit_seconds:.0f} s, {len(waiting)} are missing. Raise limits.rollout if "
-                f"episodes take that long; {worker_errors(run_dir)}"
+                f"no episode ended for {limit_seconds:.0f} s, {len(waiting)} are missing. The stacks of all processes "
+                f"are in {stacks}. Raise limits.validation if episodes take that long; {worker_errors(run_dir)}"
             )
         else:
+            check_workers()
             time.sleep(poll_seconds)
     tq.kv_clear(keys=uids, partition_id=PARTITION)
 

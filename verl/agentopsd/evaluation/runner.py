@@ -152,7 +152,7 @@ def _play(evaluation: Evaluation, missing: Sequence[Key], loops: Any, work_dir: 
         [rows[index] for index in range(len(rows))],
         samples=evaluation.samples,
         step=0,
-        limit_seconds=float(config.limits.rollout),
+        limit_seconds=float(config.limits.validation),
         run_dir=work_dir,
     ):
         episode = episode_of(

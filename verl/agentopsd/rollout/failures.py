@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from verl.agentopsd.redact import redact
+
 FILE_NAME = "worker-errors.log"
 
 
 def report(run_dir: str | Path, where: str, error: BaseException) -> None:
     """Appends one error; never raises, since it runs while another error is on its way."""
     with contextlib.suppress(OSError), (Path(run_dir) / FILE_NAME).open("a", encoding="utf-8") as file:
-        file.write(f"{where}: {type(error).__name__}: {error}\n")
+        file.write(redact(f"{where}: {type(error).__name__}: {error}") + "\n")
 
 
 def worker_errors(run_dir: str | Path) -> str:

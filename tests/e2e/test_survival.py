@@ -1,0 +1,209 @@
+"""A run is struck at every stage and in every process, blow after blow, and ends like one that never was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import sabotage
+import torch
+from stack import SMALL, Run, environment, left_behind
+
+from verl.agentopsd.checkpoints import latest_step
+from verl.agentopsd.evaluation.records import read_records
+from verl.agentopsd.evaluation.run_metrics import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+# four games: every update is an epoch, so that each resume is one at an epoch's end
+SETTINGS = ["data.train_max_samples=4", "trainer.test_freq=2"]
+CLOCKS = ("seconds", "env_seconds", "gen_seconds", "run")
+MEASURED = ("timing", "perf/", "actor/perf/", "teacher/seconds", "env/seconds", "rollout/tokens", "rollout/straggler")
+SAMPLER = ("training/rollout", "rollout_corr/", "rollout/logprob_gap")
+"""Metrics of the sampler's own log-probs: vLLM rounds by which requests share a forward pass, in the sixth digit."""
+
+
+@pytest.fixture(scope="module")
+def straight(train: Callable[..., Run]) -> Run:
+    """Two updates without any disturbance, a checkpoint after each."""
+    done = train(*SETTINGS, "trainer.total_training_steps=2", "trainer.save_freq=1")
+    assert done.returncode == 0, done.output[-4000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def battered(straight: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run as it was after its first update; the tests below strike it one after another."""
+    directory = tmp_path_factory.mktemp("battered") / "out"
+    shutil.copytree(straight.directory, directory)
+    shutil.rmtree(directory / "checkpoints" / "global_step_2")
+    (directory / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    return directory
+
+
+def struck(directory: Path, victim: str, moment: str, step: int, *overrides: str) -> Run:
+    """Resumes the run in ``directory`` and strikes it; what is left must be gone within a minute of the blow."""
+    blow, log = directory.parent / f"{victim}-{moment}", directory.parent / f"{victim}-{moment}.log"
+    command = [sys.executable, sabotage.__file__, victim, moment, str(step), str(blow), "--", *SMALL, *SETTINGS]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, f"run_dir={directory}", *overrides],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory.parent,
+            env=environment(directory),
+        )
+        deadline = time.monotonic() + 400
+        while not blow.exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        try:
+            returncode = process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"still running a minute after the blow: {log.read_text()[-4000:]}")
+    addresses = set(json.loads(blow.read_text()))
+    assert addresses <= {"127.0.0.1", "::1"}, "everything that listens is on the loopback interface"
+    assert addresses, "Ray and the rollout server listen somewhere"
+    gone(directory)
+    return Run(directory, returncode, log.read_text())
+
+
+def gone(directory: Path) -> None:
+    deadline = time.monotonic() + 60
+    while (rest := left_behind(directory)) and time.monotonic() < deadline:
+        time.sleep(0.2)  # Ray's reaper needs a moment
+    assert rest == []
+
+
+def digest(folder: Path) -> str:
+    """Over names and bytes of every file."""
+    sha = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sha.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment", "message"),
+    [
+        ("driver", "rollout", None),
+        ("driver", "teacher", None),
+        ("driver", "update", None),
+        ("driver", "saving", None),
+        ("server", "rollout", "games could not be played|the rollout server 0 has died"),
+        ("player", "rollout", "the agent-loop worker 0 has died"),
+        ("learner", "update", "a worker process has died: .*continues from the last checkpoint"),
+    ],
+)
+def test_a_blow_leaves_everything_before_it_intact(battered: Path, victim: str, moment: str, message: str | None):
+    """SIGKILL: the run ends by itself, leaves no process, and the directory is as resumable as before."""
+    import re
+
+    before = digest(battered / "checkpoints" / "global_step_1")
+    done = struck(battered, victim, moment, 2, "trainer.total_training_steps=50", "trainer.save_freq=1")
+    if message is None:
+        assert done.returncode == -9
+    else:
+        assert done.returncode == 1, done.output[-4000:]
+        errors = [line for line in done.output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and re.search(message, errors[0]), done.output[-4000:]
+        assert "Traceback" not in done.output
+    assert latest_step(battered / "checkpoints") == 1
+    assert digest(battered / "checkpoints" / "global_step_1") == before
+    assert sorted(path.name for path in (battered / "checkpoints").glob("global_step_*")) == ["global_step_1"]
+    assert list(read_metrics(battered).steps) == [1]
+    for file in (battered / "rollouts").glob("*.jsonl"):
+        assert len(read_records(file).episodes) == 16
+
+
+def test_sigterm_saves_and_what_was_struck_ends_like_a_straight_run(battered: Path, straight: Run):
+    """After all blows above, with another number of agent-loop workers and a save_freq that does not divide: update 2
+    is the straight run's, bit for bit, and SIGTERM in the middle of it costs nothing."""
+    done = struck(
+        *(battered, "terminate", "update", 2, "trainer.total_training_steps=50", "trainer.save_freq=5"),
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+    )
+    assert done.returncode == 0, done.output[-4000:]
+    assert "stopped by SIGTERM after update 2, which is saved in" in done.output
+    assert latest_step(battered / "checkpoints") == 2
+    for kind in ("model", "optim"):
+        ours, theirs = (state(one.directory, kind) for one in (done, straight))
+        assert ours == theirs, kind
+    assert comparable_records(done) == comparable_records(straight)
+    assert comparable_metrics(done) == comparable_metrics(straight)
+
+
+def state(directory: Path, kind: str) -> str:
+    """SHA-256 over every number of rank 0's parameters or optimizer states after update 2."""
+    file = directory / "checkpoints" / "global_step_2" / "actor" / f"{kind}_world_size_1_rank_0.pt"
+    sha = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        value = getattr(value, "_local_tensor", value)
+        if isinstance(value, torch.Tensor):
+            sha.update(value.contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                sha.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            sha.update(repr(value).encode())
+
+    add(torch.load(file, weights_only=True))
+    return sha.hexdigest()
+
+
+def comparable_records(run: Run) -> list[dict[str, Any]]:
+    """Every field of every training episode but what a clock measured, the sampler's own log-probs rounded."""
+    records = []
+    for file in sorted((run.directory / "rollouts").glob("*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            for turn in row["turns"]:
+                turn["rollout_logprob_sum"] = round(turn["rollout_logprob_sum"], 3)
+            records.append({key: value for key, value in row.items() if key not in CLOCKS})
+    assert len(records) == 32
+    return records
+
+
+def comparable_metrics(run: Run) -> dict[int, dict[str, float]]:
+    """Every training metric but what a clock measured or the sampler rounded. Only the straight run validated."""
+    left_out = (*MEASURED, *SAMPLER, "val/")
+    return {
+        step: {name: value for name, value in data.items() if not name.startswith(left_out)}
+        for step, data in run.metrics.items()
+    }
+
+
+def test_two_runs_in_one_directory_are_refused_and_so_is_a_changed_config(straight: Run, train: Callable[..., Run]):
+    """Neither costs a start, and neither touches the run."""
+    before = digest(straight.directory / "checkpoints")
+    changed = train(
+        *(*SETTINGS, "trainer.total_training_steps=3", "agentopsd.lambda=0.3", "env.seed=4"),
+        directory=straight.directory,
+    )
+    assert changed.returncode == 1
+    assert "would be resumed after update 2 with other settings:" in changed.output
+    assert "  agentopsd.lambda: 0.5 -> 0.3" in changed.output and "  env.seed: 0 -> 4" in changed.output
+    assert "--allow-config-change agentopsd.lambda (and so on for each)" in changed.output
+    holder = psutil.Process(os.getpid())
+    from verl.agentopsd.run_guard import lock_run_dir
+
+    with lock_run_dir(straight.directory):
+        second = train(*SETTINGS, "trainer.total_training_steps=3", directory=straight.directory)
+    assert second.returncode == 1
+    assert f"is being used by process {holder.pid} on" in second.output
+    assert digest(straight.directory / "checkpoints") == before

@@ -1,0 +1,83 @@
+"""Runs the main command and strikes it at a chosen moment: ``python sabotage.py VICTIM MOMENT STEP LOG -- ARGUMENTS``.
+
+VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``player``, ``learner``
+(SIGKILL to the vLLM server, the agent-loop worker, the training worker). MOMENT: ``rollout``, ``saving`` or the name
+of a stage with a limit. The blow falls in update STEP. Before it, LOG gets the addresses that the run listens on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.agentopsd.platform.environment import activate_cpu
+
+activate_cpu()  # before anything that asks verl for its platform
+
+from verl.agentopsd import checkpoints, durable, main, replay  # noqa: E402
+
+PROCESSES = {"server": "vLLMHttpServer", "player": "AgentLoopWorker", "learner": "WorkerDict"}
+
+
+def strike(victim: str, log: Path) -> None:
+    """Falls once."""
+    if log.exists():
+        return
+    children = psutil.Process().children(recursive=True)
+    addresses = [c.laddr.ip for process in [psutil.Process(), *children] for c in listening(process)]
+    log.write_text(json.dumps(addresses))
+    if victim in ("driver", "terminate"):
+        os.kill(os.getpid(), signal.SIGKILL if victim == "driver" else signal.SIGTERM)
+        return
+    found = [child for child in children if PROCESSES[victim] in " ".join(child.cmdline())]
+    assert found, [" ".join(child.cmdline())[:80] for child in children]
+    for process in found:
+        process.kill()
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    try:
+        return [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []
+
+
+def sabotage(victim: str, moment: str, step: int, log: Path) -> None:
+    """Puts the blow where it belongs."""
+
+    def before(owner: Any, name: str, due: Any) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if due(*args, **kwargs):
+                strike(victim, log)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    current: dict[str, int] = {}
+
+    def remember(buffer: Any, *args: Any, **kwargs: Any) -> bool:
+        current["step"] = kwargs["global_steps"]
+        return False
+
+    if moment == "rollout":
+        before(replay.EpisodeBuffer, "sample", remember)
+        before(replay.EpisodeBuffer, "_wait_for_next_poll", lambda *args, **kwargs: current["step"] == step)
+    elif moment == "saving":  # everything is written, nothing is named yet
+        before(checkpoints, "_sync_tree", lambda folder: folder.name == f"global_step_{step}")
+    else:
+        before(durable.DurableTrainer, "_limited", lambda trainer, name: (name, trainer.global_steps) == (moment, step))
+
+
+if __name__ == "__main__":
+    _, victim, moment, step, log, dashes, *arguments = sys.argv
+    assert dashes == "--"
+    sabotage(victim, moment, int(step), Path(log))
+    raise SystemExit(main.main(arguments))

@@ -1,0 +1,180 @@
+"""An existing run directory belongs to one process and to one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.agentopsd import run_guard
+from verl.agentopsd.main import compose_config, prepare, take_options
+from verl.agentopsd.run_guard import ConfigChanged, RunDirLocked, UnsafeCheckpoint
+from verl.agentopsd.task_runner import write_run_files
+
+
+def config(run_dir: Path, *overrides: str):
+    made = compose_config(["model=tiny", "device=cpu", f"run_dir={run_dir}", *overrides])
+    prepare(made)
+    return made
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with a checkpoint of update 4."""
+    made = config(tmp_path)
+    OmegaConf.resolve(made)
+    write_run_files(made)
+    actor = tmp_path / "checkpoints" / "global_step_4" / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    model = Path(made.actor_rollout_ref.model.path)
+    (actor / "huggingface" / "config.json").write_text((model / "config.json").read_text())
+    torch.save({"a": torch.ones(2)}, actor / "model_world_size_1_rank_0.pt")
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    return tmp_path
+
+
+def test_the_same_settings_pass(run_dir: Path):
+    made = config(run_dir)
+    run_guard.check_unchanged(made)
+    run_guard.check_checkpoint(made)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.total_training_steps=99",
+        "trainer.save_freq=3",
+        "limits.rollout=60",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "env.max_concurrent_episodes=3",
+        "data.val_max_samples=5",
+        "trainer.logger=[console]",
+        "ray_kwargs.ray_init.num_cpus=4",
+    ],
+)
+def test_what_changes_no_number_may_change(run_dir: Path, override: str):
+    run_guard.check_unchanged(config(run_dir, override))
+
+
+def test_a_directory_may_move(run_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    moved = tmp_path_factory.mktemp("moved") / "run"
+    run_dir.rename(moved)
+    run_guard.check_unchanged(config(moved))
+
+
+def test_a_change_is_refused_with_every_difference_once(run_dir: Path):
+    changed = config(run_dir, "agentopsd.lambda=0.3", "env.seed=7", "+agentopsd.teacher.extra=1")
+    with pytest.raises(ConfigChanged) as error:
+        run_guard.check_unchanged(changed)
+    lines = str(error.value).splitlines()
+    assert lines[0].endswith("would be resumed after update 4 with other settings:")
+    assert lines[1:-1] == [
+        "  agentopsd.lambda: 0.5 -> 0.3",
+        "  agentopsd.teacher.extra: (absent) -> 1",
+        "  env.seed: 0 -> 7",
+    ]
+    assert "--allow-config-change agentopsd.lambda (and so on for each)" in lines[-1]
+
+
+def test_an_allowed_change_passes_by_key_and_by_section(run_dir: Path):
+    changed = config(run_dir, "agentopsd.lambda=0.3", "env.seed=7")
+    run_guard.check_unchanged(changed, ["agentopsd", "env.seed"])
+    with pytest.raises(ConfigChanged, match="env.seed"):
+        run_guard.check_unchanged(changed, ["agentopsd.lambda"])
+
+
+def test_the_length_of_the_run_is_no_detail_when_the_learning_rate_follows_it(run_dir: Path):
+    cosine = config(run_dir, "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+    OmegaConf.resolve(cosine)
+    write_run_files(cosine)
+    longer = ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "trainer.total_training_steps=99"]
+    with pytest.raises(ConfigChanged, match="trainer.total_training_steps: 20 -> 99"):
+        run_guard.check_unchanged(config(run_dir, *longer))
+
+
+def test_without_a_checkpoint_or_without_resuming_anything_goes(run_dir: Path):
+    run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3", "trainer.resume_mode=disable"))
+    (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").unlink()
+    run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3"))
+
+
+def test_the_settings_so_far_are_kept_beside_the_new_ones(run_dir: Path):
+    changed = config(run_dir, "agentopsd.lambda=0.3")
+    OmegaConf.resolve(changed)
+    write_run_files(changed)
+    assert OmegaConf.load(run_dir / "config-1.yaml").agentopsd["lambda"] == 0.5
+    assert OmegaConf.load(run_dir / "config.yaml").agentopsd["lambda"] == 0.3
+
+
+def test_a_checkpoint_of_another_model_size_is_refused(run_dir: Path):
+    saved = run_dir / "checkpoints" / "global_step_4" / "actor" / "huggingface" / "config.json"
+    other = json.loads(saved.read_text()) | {"hidden_size": 4096, "num_hidden_layers": 1}
+    mine = json.loads(saved.read_text())
+    saved.write_text(json.dumps(other))
+    with pytest.raises(ConfigChanged) as error:
+        run_guard.check_checkpoint(config(run_dir))
+    expected = f"(hidden_size 4096 -> {mine['hidden_size']}, num_hidden_layers 1 -> {mine['num_hidden_layers']})"
+    assert "is of another model than actor_rollout_ref.model.path=" in str(error.value)
+    assert f"{expected}: give its model, or another run_dir" in str(error.value)
+
+
+def test_another_number_of_ranks_is_refused(run_dir: Path):
+    with pytest.raises(ConfigChanged, match="was written by 1 ranks and this run has 2 .*one shard per rank"):
+        run_guard.check_checkpoint(config(run_dir, "trainer.n_gpus_per_node=2"))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(run_dir: Path):
+    file = run_dir / "checkpoints" / "global_step_4" / "data.pt"
+    torch.save({"x": Evil()}, file)
+    with pytest.raises(UnsafeCheckpoint, match=r"data.pt asks for posix.system, .*set trust_checkpoint=true"):
+        run_guard.check_checkpoint(config(run_dir))
+    run_guard.check_checkpoint(config(run_dir, "trust_checkpoint=true"))
+
+
+def test_a_run_directory_is_locked_until_its_process_ends(tmp_path: Path):
+    code = "import sys; from pathlib import Path; from verl.agentopsd.run_guard import lock_run_dir\n"
+    code += "lock = lock_run_dir(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None and other.stdout.readline() == "locked\n"
+    with pytest.raises(RunDirLocked, match=rf"is being used by process {other.pid} on .*: wait for it to end"):
+        run_guard.lock_run_dir(tmp_path)
+    other.kill()
+    other.wait()
+    with run_guard.lock_run_dir(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+    run_guard.lock_run_dir(tmp_path).close()
+
+
+def test_episodes_that_will_be_played_again_are_dropped(tmp_path: Path):
+    for folder in ("rollouts", "validation"):
+        (tmp_path / folder).mkdir()
+        for step in (0, 1, 2, 3):
+            (tmp_path / folder / f"{step:06d}.jsonl").touch()
+    (tmp_path / "rollouts" / "mine.jsonl").touch()
+    assert run_guard.drop_later(tmp_path, 2) == 2
+    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert names == ["000000.jsonl", "000001.jsonl", "000002.jsonl", "mine.jsonl"]
+    assert run_guard.drop_later(tmp_path, 0) == 6
+
+
+def test_the_option_takes_a_value_in_both_forms():
+    rest, keys = take_options(
+        ["a=1", "--allow-config-change", "env", "--dry-run", "--allow-config-change=b.c"], run_guard.ALLOW
+    )
+    assert (rest, keys) == (["a=1", "--dry-run"], ["env", "b.c"])
+    for arguments in (["--allow-config-change"], ["--allow-config-change", "--dry-run"]):
+        with pytest.raises(ValueError, match="--allow-config-change needs a key"):
+            take_options(arguments, run_guard.ALLOW)

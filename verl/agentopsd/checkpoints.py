@@ -1,0 +1,230 @@
+"""Checkpoints that a kill at any moment leaves usable: written under another name, renamed when complete, named last.
+
+``checkpoints/latest_checkpointed_iteration.txt`` names the checkpoint that a resume starts from. It moves only when the
+update's metrics and episode records are on disk as well, so that a resumed run misses none of them; older checkpoints
+are removed after that. What the learner's own checkpoint (verl's) does not hold is in ``run_state.pt`` beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+POINTER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "run_state.pt"
+_STAGING = ".saving"
+_REMOVING = ".removing"
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read; the message says what is still intact."""
+
+
+class Resumable(Protocol):
+    """Something that must continue where it was: a curriculum, a schedule, a sampler. Its state is plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"global_step_{step}"
+
+
+def latest_step(folder: Path) -> int | None:
+    """The update that a resume continues after, None without a checkpoint.
+
+    Raises:
+        CheckpointFailed: the pointer is damaged, or what it names is not there: never a silent start from nothing.
+    """
+    pointer = folder / POINTER
+    if not pointer.is_file():
+        return None
+    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    there = sorted(int(path.name.rsplit("_", 1)[-1]) for path in folder.glob("global_step_*") if path.is_dir())
+    if text.isdecimal() and int(text) in there:
+        return int(text)
+    remedy = (
+        f"write one of {there} into the file to continue from it" if there else "remove the file to start from nothing"
+    )
+    raise CheckpointFailed(f"{pointer} says {text!r}, which is no checkpoint in {folder}: {remedy}")
+
+
+@dataclass
+class Checkpoints:
+    """The folder ``checkpoints`` of one run.
+
+    Args:
+        folder: made when needed.
+        keep: how many to keep, None for all (``trainer.max_actor_ckpt_to_keep``).
+
+    Attributes:
+        pending: the update whose checkpoint is complete but not yet named by the pointer.
+    """
+
+    folder: Path
+    keep: int | None = None
+    pending: int | None = None
+
+    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> None:
+        """Writes the checkpoint of ``step`` so that it is there whole or not at all.
+
+        Args:
+            write: makes ``global_step_<step>`` in the folder that it is given.
+            state: goes into ``run_state.pt``; plain data and tensors.
+
+        Raises:
+            CheckpointFailed: no space; earlier checkpoints are untouched.
+        """
+        staging, final = self.folder / _STAGING, step_folder(self.folder, step)
+        self._require_space(step)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            write(staging)
+            complete = step_folder(staging, step)
+            torch.save(dict(state), complete / STATE_FILE)
+            _require_all_shards(complete)
+            _sync_tree(complete)
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            if out_of_space(error):
+                raise CheckpointFailed(self._no_space(step)) from error
+            raise
+        if final.exists():  # left by a run that ended before it was named, or of a run that went on from an earlier one
+            _remove(final)
+        complete.rename(final)
+        _sync_folder(self.folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        self.pending = step
+
+    def commit(self, step: int) -> None:
+        """Names the checkpoint of ``step``, if there is a new one, and removes those beyond ``keep``."""
+        if self.pending != step:
+            return
+        write_atomically(self.folder / POINTER, str(step))
+        self.pending = None
+        if self.keep is None or self.keep < 1:
+            return
+        steps = sorted(int(path.name.rsplit("_", 1)[-1]) for path in self.folder.glob("global_step_*"))
+        for old in [saved for saved in steps if saved <= step][: -self.keep]:
+            _remove(step_folder(self.folder, old))
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """``run_state.pt`` of a checkpoint; None for one that has none."""
+        file = step_folder(self.folder, step) / STATE_FILE
+        return torch.load(file, weights_only=True) if file.is_file() else None
+
+    def _require_space(self, step: int) -> None:
+        sizes = [_size(path) for path in self.folder.glob("global_step_*")]
+        if sizes and shutil.disk_usage(self.folder).free < max(sizes):
+            raise CheckpointFailed(self._no_space(step))
+
+    def _no_space(self, step: int) -> str:
+        free = shutil.disk_usage(self.folder).free / 2**20
+        sizes = [_size(path) for path in self.folder.glob("global_step_*")]
+        needed = f", the last one took {max(sizes) / 2**20:.0f} MiB" if sizes else ""
+        try:
+            before = latest_step(self.folder)
+        except CheckpointFailed:
+            before = None
+        kept = "There is none before it" if before is None else f"The checkpoint of update {before} is intact"
+        return (
+            f"no space left for the checkpoint of update {step} in {self.folder} ({free:.0f} MiB free{needed}). "
+            f"{kept}: free some space, or lower trainer.max_actor_ckpt_to_keep, and give the same run_dir to continue"
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """The states of this process's random generators, as plain data and tensors."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), has_gauss, gauss],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Continues the generators from :func:`random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has the old text or the new one, whatever happens."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def out_of_space(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that a disk is full; also across Ray's process boundary."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _require_all_shards(folder: Path) -> None:
+    """Every rank's shard must be where the driver can rename it."""
+    for first in folder.glob("*/model_world_size_*_rank_0.pt"):
+        ranks = int(first.name.split("_")[3])
+        names = [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+        if missing := [name for name in names if not (first.parent / name).is_file()]:
+            raise CheckpointFailed(
+                f"{len(missing)} of {ranks} shards are not in {first.parent} as this node sees it, the first is "
+                f"{missing[0]}: run_dir must be on a file system that all nodes share"
+            )
+
+
+def _remove(path: Path) -> None:
+    """Renames before deleting, so that half a checkpoint never has a checkpoint's name."""
+    target = path.with_name(f"{_REMOVING}-{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _sync_folder(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

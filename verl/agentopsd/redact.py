@@ -1,0 +1,78 @@
+"""Keeps tokens and keys out of everything that a run writes: by the name of a setting, and by their own form."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(?:^|[_\-.])(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|auth|private)_?key)$", re.I
+)
+_SECRET_FORMS = re.compile(
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-[A-Za-z0-9_\-]{16,}"  # OpenAI and those who copy it
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
+    r"|AKIA[0-9A-Z]{16}"  # AWS
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+)
+_ASSIGNED = re.compile(
+    r"((?:^|[\s_\-.'\"])(?:token|secret|password|passwd|passphrase|(?:api|access|auth|private)_?key)['\"]?\s*[=:]\s*)"
+    r"[^\s,}]+",
+    re.I,
+)
+_MIN_LENGTH = 8
+"""A shorter value of a secret variable ("none", "0") is not looked for in texts: it would be found everywhere."""
+
+
+def redact(text: str) -> str:
+    """``text`` without anything that looks like a secret or is the value of one of this process's secret variables."""
+    for secret in _secret_values(frozenset(os.environ.items())):
+        text = text.replace(secret, HIDDEN)
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", _SECRET_FORMS.sub(HIDDEN, text))
+
+
+def redact_config(value: Any, name: str = "") -> Any:
+    """A copy of a nested configuration in which every secret text is hidden; numbers and flags stay."""
+    if isinstance(value, Mapping):
+        return {key: redact_config(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_config(item, name) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return HIDDEN if is_secret_name(name) else redact(value)
+
+
+def redact_yaml(config: DictConfig) -> str:
+    """The configuration as YAML with every secret hidden; interpolations stay as they are."""
+    return OmegaConf.to_yaml(OmegaConf.create(redact_config(OmegaConf.to_container(config, resolve=False))))
+
+
+def is_secret_name(name: str) -> bool:
+    """``hf_token`` and ``WANDB_API_KEY`` are, ``max_action_tokens`` and ``tokenizer`` are not."""
+    return _SECRET_NAME.search(name) is not None
+
+
+@cache
+def _secret_values(environment: frozenset[tuple[str, str]]) -> tuple[str, ...]:
+    values = {value for name, value in environment if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+    return tuple(sorted(values, key=len, reverse=True))
+
+
+class RedactingFile:
+    """A text file to which nothing secret is written; a secret that is split over two writes is not noticed."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(redact(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -1,0 +1,232 @@
+"""What may be done with an existing run directory: one process at a time, and only the run that it holds."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.agentopsd.checkpoints import latest_step, step_folder
+from verl.agentopsd.redact import redact_config
+
+LOCK = ".lock"
+CONFIG = "config.yaml"
+ALLOW = "--allow-config-change"
+
+FREE = (
+    # how long and how often
+    *("trainer.total_training_steps", "trainer.total_epochs", "trainer.save_freq", "trainer.test_freq"),
+    *("trainer.val_before_train", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "limits"),
+    *("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps"),
+    # where things lie and who is told
+    *("run_dir", "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+    *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.resume_mode"),
+    *("trainer.resume_from_path", "trust_checkpoint", "trainer.v1.sampler.sampler_kwargs"),
+    *("actor_rollout_ref.rollout.agent.agent_loop_config_path", "hydra", "global_profiler"),
+    # which machine, how many helpers: they change no number
+    *("ray_kwargs", "hardware", "transfer_queue", "actor_rollout_ref.rollout.agent.num_workers"),
+    *("env.workers", "env.max_concurrent_episodes", "env.reset_timeout", "env.step_timeout", "env.episode_timeout"),
+    "data.env",  # a copy of env, which is compared itself
+    *("env.episodes_per_worker", "env.worker_memory_mb", "env.max_error_share", "data.dataloader_num_workers"),
+    # validation does not touch the training
+    *("data.val_files", "data.val_max_samples", "data.val_batch_size", "actor_rollout_ref.rollout.val_kwargs"),
+)
+"""Settings, or whole sections, that a resumed run may change without being asked."""
+
+_MODEL_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "tie_word_embeddings"),
+)
+
+
+class ConfigChanged(ValueError):
+    """The run directory holds a run with other settings."""
+
+
+class RunDirLocked(RuntimeError):
+    """Another process is using the run directory."""
+
+
+class UnsafeCheckpoint(ValueError):
+    """A checkpoint file would run code when it is read."""
+
+
+def lock_run_dir(run_dir: Path) -> TextIO:
+    """Takes the run directory for this process, until the returned file is closed or the process ends.
+
+    Raises:
+        RunDirLocked: naming the process that has it.
+    """
+    file = (run_dir / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise RunDirLocked(
+            f"run_dir={run_dir} is being used by {holder}: wait for it to end, or choose another run_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
+    """Compares a run that will be resumed with the configuration it was started with.
+
+    Args:
+        config: of this start, resolvable.
+        allowed: keys, or sections, whose change was asked for (``--allow-config-change``).
+
+    Raises:
+        ConfigChanged: with every difference.
+    """
+    run_dir = Path(config.run_dir)
+    stored, step = run_dir / CONFIG, latest_step(run_dir / "checkpoints")
+    if step is None or not stored.is_file() or config.trainer.resume_mode == "disable":
+        return
+    free = {*FREE, *allowed, *_derived(config)}
+    if _learning_rate_depends_on_length(config):
+        free -= {"trainer.total_training_steps", "trainer.total_epochs", *_OPTIM_STEPS} - set(allowed)
+    before, now = plain(OmegaConf.load(stored)), plain(config)
+    changes = [
+        f"  {key}: {_shown(before, key)} -> {_shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT) and not _covered(key, free)
+    ]
+    if changes:
+        keys = [change.split(":")[0].strip() for change in changes]
+        raise ConfigChanged(
+            f"run_dir={run_dir} holds a run that would be resumed after update {step} with other settings:\n"
+            + "\n".join(changes)
+            + f"\nGive the old values, another run_dir, or, if the change is meant, {ALLOW} {keys[0]}"
+            + (" (and so on for each)" if len(keys) > 1 else "")
+        )
+
+
+def _derived(config: DictConfig) -> set[str]:
+    """Keys that repeat another key of the configuration, which is compared itself."""
+    leaves = _leaves(OmegaConf.to_container(config, resolve=False))
+    own = ("${tiny_model:", "${cache:", "${oc.env:", "${now:")
+    return {key for key, value in leaves if isinstance(value, str) and "${" in value and not value.startswith(own)}
+
+
+_OPTIM_STEPS = ("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps")
+_ABSENT = "(absent)"
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as ``{dotted key: value}``, resolved, without secrets."""
+    tree = redact_config(OmegaConf.to_container(config, resolve=True))
+    return dict(_leaves(json.loads(json.dumps(tree, default=str))))
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, Mapping) or not tree:
+        return [(prefix.rstrip("."), tree)]
+    return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}{key}.")]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else _ABSENT
+
+
+def _covered(key: str, sections: set[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:count]) in sections for count in range(1, len(parts) + 1))
+
+
+def _learning_rate_depends_on_length(config: DictConfig) -> bool:
+    optim = config.actor_rollout_ref.actor.optim
+    warmup = float(optim.get("lr_warmup_steps_ratio") or 0)
+    return optim.get("lr_scheduler_type", "constant") != "constant" or warmup > 0
+
+
+def check_checkpoint(config: DictConfig) -> None:
+    """Looks at the checkpoint that a resume would load: same model, same number of ranks, no code in it.
+
+    Raises:
+        ConfigChanged: it belongs to another model or to another number of ranks.
+        UnsafeCheckpoint: a file of it asks for code that a checkpoint does not need.
+    """
+    folder = Path(config.run_dir) / "checkpoints"
+    if config.trainer.resume_mode == "disable" or (step := latest_step(folder)) is None:
+        return
+    checkpoint = step_folder(folder, step)
+    _check_model(config, checkpoint / "actor" / "huggingface" / "config.json")
+    _check_ranks(config, checkpoint / "actor")
+    if not config.get("trust_checkpoint", False):
+        for file in sorted(checkpoint.rglob("*.pt")):
+            _check_pickle(file)
+
+
+def _check_model(config: DictConfig, saved: Path) -> None:
+    current = Path(str(config.actor_rollout_ref.model.path)) / "config.json"
+    if not saved.is_file() or not current.is_file():
+        return
+    before, now = json.loads(saved.read_text()), json.loads(current.read_text())
+    different = [
+        f"{key} {before[key]} -> {now[key]}"
+        for key in _MODEL_SIZES
+        if key in before and key in now and before[key] != now[key]
+    ]
+    if different:
+        raise ConfigChanged(
+            f"the checkpoint in {saved.parents[2]} is of another model than actor_rollout_ref.model.path="
+            f"{config.actor_rollout_ref.model.path} ({', '.join(different)}): give its model, or another run_dir"
+        )
+
+
+def _check_ranks(config: DictConfig, actor: Path) -> None:
+    shards = list(actor.glob("model_world_size_*_rank_0.pt"))
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    sizes = sorted(int(shard.name.split("_")[3]) for shard in shards)
+    if sizes and ranks not in sizes:
+        raise ConfigChanged(
+            f"the checkpoint in {actor.parent} was written by {sizes[0]} ranks and this run has {ranks} (trainer.nnodes"
+            f" × trainer.n_gpus_per_node): verl stores one shard per rank, so give the same numbers again"
+        )
+
+
+def _check_pickle(file: Path) -> None:
+    """Reads which classes and functions a file asks for, without calling any."""
+    import torch
+
+    for name in torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        if name not in _HARMLESS and not name.startswith(_OF_TORCH):
+            raise UnsafeCheckpoint(
+                f"{file} asks for {name}, which no checkpoint of ours needs: reading it could run code. If you know "
+                "where the file comes from, set trust_checkpoint=true"
+            )
+
+
+_OF_TORCH = ("torch.distributed.tensor.", "torch.distributed.device_mesh.DeviceMesh", "torch.torch_version.")
+_HARMLESS = {
+    *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
+    *("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar", "numpy.dtypes.UInt32DType"),
+    "_codecs.encode",
+}
+
+
+def drop_later(run_dir: Path, step: int) -> int:
+    """Removes the episode files of updates after ``step``, which a resumed run plays again. Returns how many.
+
+    Without this, files of a run that went on from an earlier update would mix with those of the run before.
+    """
+    files = [
+        file
+        for folder in ("rollouts", "validation")
+        for file in (run_dir / folder).glob("*.jsonl")
+        if file.stem.isdecimal() and (int(file.stem) > step or step == 0)
+    ]
+    for file in files:
+        file.unlink()
+    return len(files)
