@@ -159,6 +159,7 @@ def summary_line(step: int, data: dict[str, float]) -> str:
     add("saturated", "credit/saturated_frac", ".2f")
     add("validation success", "val/success_rate", ".3f")
     add("n", "val/episodes", ".0f")
+    add("with skill", "val_with_skill/success_rate", ".3f")
     if "timing_s/step" in data:
         stages = {
             "gen": "gen",

@@ -35,23 +35,28 @@ from verl.agentopsd.config import (
     env_config,
     env_section,
     method_of,
+    sampling_config,
     teacher_config,
 )
 from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
+from verl.agentopsd.dataset import EpisodeDataset
 from verl.agentopsd.durable import DurableTrainer, ValidationCut
 from verl.agentopsd.env_faults import report_faults
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.episodes import Episode, read_episodes
-from verl.agentopsd.evaluation.engine import episode_of, play, sampling_of
+from verl.agentopsd.evaluation.engine import TaskDataset, episode_of, play, sampling_of
 from verl.agentopsd.evaluation.output import with_outcome_hash
 from verl.agentopsd.evaluation.panel import panel_hash
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
 from verl.agentopsd.evaluation.summary import finished
+from verl.agentopsd.horizon import max_turns_at
+from verl.agentopsd.penalty import penalised, penalty_metrics, with_penalties
 from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
-from verl.agentopsd.skills.bank import SkillBank
+from verl.agentopsd.sampling import DifficultySampler, difficulty_dataloader, outcomes_by_game
+from verl.agentopsd.skills.bank import SkillBank, SkillLeak
 from verl.agentopsd.teacher import TeacherPolicy
 
 
@@ -73,6 +78,7 @@ class AgentOPSDTrainer(DurableTrainer):
         self.env = env_config(config)
         self.data_parallel_size = data_parallel_size(config)
         self._credited: list[CreditedEpisode] = []
+        self.game_sampler: DifficultySampler | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +89,15 @@ class AgentOPSDTrainer(DurableTrainer):
         task_types = make_family(env_section(self.config)).task_types
         self.bank = SkillBank.load(settings.skills, task_types, on_missing=settings.on_missing_skill)
         self.teacher = self._build_teacher(settings) if self.method == "agentopsd" else None
+
+    def _init_dataloader(self) -> None:
+        """Upstream's, with our own choice of games if that is asked for; upstream saves and restores its state too."""
+        super()._init_dataloader()
+        settings = sampling_config(self.config)
+        if settings.strategy == "difficulty":
+            self.train_dataloader, self.game_sampler = difficulty_dataloader(
+                self.train_dataset, self.config.data.train_batch_size, settings, self.env.seed
+            )
 
     def _template_kwargs(self) -> dict[str, Any]:
         settings = self.config.data.get("apply_chat_template_kwargs") or {}
@@ -118,7 +133,19 @@ class AgentOPSDTrainer(DurableTrainer):
         batch = super()._fetch_one_gen_batch()
         uids = [f"{self.global_steps:06d}-{index:04d}" for index in range(len(batch))]
         batch["uid"] = tu.get_tensordict({"uid": uids})["uid"]
+        if self.env.max_turns_schedule or self.config.agentopsd.student_skill:
+            rows = [info | self._training_facts(info) for info in batch["extra_info"]]
+            batch["extra_info"] = tu.get_tensordict({"extra_info": rows})["extra_info"]
         return batch
+
+    def _training_facts(self, info: dict[str, Any]) -> dict[str, Any]:
+        """What a row of training says and one of validation does not: the horizon and the student's skill."""
+        facts: dict[str, Any] = {
+            "max_turns": max_turns_at(self.env.max_turns_schedule, self.global_steps - 1, self.env.max_turns)
+        }
+        if self.config.agentopsd.student_skill:
+            facts["skill"] = self.bank.text(info["task_type"])
+        return facts
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Checks that every episode is there and arranges the rows; upstream's version would mix mini-batches."""
@@ -144,6 +171,7 @@ class AgentOPSDTrainer(DurableTrainer):
         self._credited, credit = credit_episodes(episodes, advantages, success_rates, teacher_log_probs, rule)
         batch = self._write_advantages(batch)
         metrics.update(self._episode_metrics(episodes, advantages))
+        metrics.update(self._schedule_metrics(episodes, advantages))
         if credit is not None:
             metrics.update(step_metrics.credit_metrics(credit, rule))
         return batch
@@ -215,7 +243,8 @@ class AgentOPSDTrainer(DurableTrainer):
                 raise FloatingPointError(
                     f"update {self.global_steps}: an advantage of {credited.episode.facts['game_id']} is not finite"
                 )
-        by_key = {credited.episode.key: credited.token_advantages.float() for credited in self._credited}
+        p = self.env.invalid_action_penalty
+        by_key = {one.episode.key: penalised(one.episode, one.token_advantages.float(), p) for one in self._credited}
         shapes = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         rows = [
             by_key.get(key, torch.zeros(len(mask)))
@@ -239,12 +268,24 @@ class AgentOPSDTrainer(DurableTrainer):
             ),
         }
 
+    def _schedule_metrics(self, episodes: list[Episode], advantages: list[float]) -> dict[str, float]:
+        metrics = penalty_metrics(episodes, advantages, self.env.invalid_action_penalty)
+        metrics["env/max_turns"] = float(max(episode.facts["max_turns"] for episode in episodes))
+        if self.config.agentopsd.student_skill:
+            metrics["student/skill_shown"] = sum(bool(e.facts["skill"]) for e in episodes) / len(episodes)
+            metrics["student/skill_fallbacks"] = float(sum(self.bank.fallbacks.values()))
+        if self.game_sampler is not None:
+            self.game_sampler.observe(outcomes_by_game(episodes))
+            metrics |= self.game_sampler.metrics()
+        return metrics
+
     # -- records -------------------------------------------------------------------------------------------------
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
         """One JSON line per episode instead of upstream's decoded text."""
         credited = sorted(self._credited, key=lambda one: one.episode.key)
-        records = [one.record(run=self.run_dir.name, step=self.global_steps) for one in credited]
+        p = self.env.invalid_action_penalty
+        records = [with_penalties(one.record(run=self.run_dir.name, step=self.global_steps), p) for one in credited]
         self._write_records(Path(rollout_data_dir) / f"{self.global_steps:06d}.jsonl", records)
 
     def _write_records(self, path: Path, records: list[EpisodeRecord], summary: Any = None) -> None:
@@ -258,13 +299,28 @@ class AgentOPSDTrainer(DurableTrainer):
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _validate(self) -> dict[str, float]:
-        """Plays the validation games as the evaluation command does: skill-free, every episode counted once."""
+        """Plays the validation games as the evaluation command does: skill-free, every episode counted once.
+
+        A student that trains with a skill plays them with it a second time, reported as ``val_with_skill/`` and in
+        files of their own.
+        """
+        metrics = self._play_validation(self.val_dataset)
+        if metrics and self.config.agentopsd.student_skill:
+            tasks = self.val_dataset.tasks
+            skills = [self.bank.text(task.task_type) for task in tasks]
+            skilled = TaskDataset(tasks, self.val_dataset.env_name, self.val_dataset.seed, skills)
+            found = self._play_validation(skilled, skilled=True)
+            metrics |= {name.replace("val/", "val_with_skill/", 1): value for name, value in found.items()}
+        return metrics
+
+    def _play_validation(self, games: EpisodeDataset, skilled: bool = False) -> dict[str, float]:
+        """One pass over the panel: a file of records and the metrics ``val/``."""
         if self.termination.requested:
             return {}
         started = time.perf_counter()
         waiting = play(
             self.agent_loop_manager,
-            [self.val_dataset[index] for index in range(len(self.val_dataset))],
+            [games[index] for index in range(len(games))],
             samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             step=self.global_steps,
             limit_seconds=float(self.config.limits.validation),
@@ -285,6 +341,8 @@ class AgentOPSDTrainer(DurableTrainer):
             skill_position=teacher_config(self.config).skill_position,
         )
         records = [checked(one) for one in sorted(played, key=lambda one: (one.game, one.sample))]
+        if wrong := [record.game_id for record in records if record.skill != skilled]:
+            raise SkillLeak(f"{wrong[0]} was validated {'without' if skilled else 'with'} a skill in its prompt")
         summary = finished(
             records,
             model=str(self.config.actor_rollout_ref.model.path),
@@ -294,7 +352,8 @@ class AgentOPSDTrainer(DurableTrainer):
             wall_seconds=time.perf_counter() - started,
         )
         summary = with_outcome_hash(summary, records)
-        self._write_records(self.run_dir / "validation" / f"{self.global_steps:06d}.jsonl", records, summary)
+        name = f"{self.global_steps:06d}{'-with-skill' if skilled else ''}.jsonl"
+        self._write_records(self.run_dir / "validation" / name, records, summary)
         return step_metrics.validation_metrics(records)
 
     def _panel_name(self) -> str:
