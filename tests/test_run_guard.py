@@ -164,7 +164,8 @@ def test_episodes_that_will_be_played_again_are_dropped(tmp_path: Path):
         for step in (0, 1, 2, 3):
             (tmp_path / folder / f"{step:06d}.jsonl").touch()
     (tmp_path / "rollouts" / "mine.jsonl").touch()
-    assert run_guard.drop_later(tmp_path, 2) == 2
+    (tmp_path / "validation" / "000003-with-skill.jsonl").touch()
+    assert run_guard.drop_later(tmp_path, 2) == 3
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["000000.jsonl", "000001.jsonl", "000002.jsonl", "mine.jsonl"]
     assert run_guard.drop_later(tmp_path, 0) == 6

@@ -166,5 +166,7 @@ def test_verl_s_dataloader_saves_and_restores_it():
     ahead = [step(batches, one) for _ in range(6)]
     loader, one = difficulty_dataloader(Games(), 4, SamplingConfig("difficulty"), seed=5)
     loader.load_state_dict(state)
+    early = loader.state_dict()  # a run asks for it before its first batch
+    assert early["_index_sampler_state"] == state["_index_sampler_state"]
     batches = iter(loader)
     assert [step(batches, one) for _ in range(6)] == ahead

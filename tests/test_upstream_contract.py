@@ -9,6 +9,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 TRAINER = {
     "_setup": "(self)",
+    "_init_dataloader": "(self)",
     "on_init_end": "(self)",
     "on_step_end": "(self)",
     "_fetch_one_gen_batch": "(self) -> tensordict._td.TensorDict",

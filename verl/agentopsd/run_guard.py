@@ -225,7 +225,7 @@ def drop_later(run_dir: Path, step: int) -> int:
         file
         for folder in ("rollouts", "validation")
         for file in (run_dir / folder).glob("*.jsonl")
-        if file.stem.isdecimal() and (int(file.stem) > step or step == 0)
+        if (number := file.stem.removesuffix("-with-skill")).isdecimal() and (int(number) > step or step == 0)
     ]
     for file in files:
         file.unlink()
