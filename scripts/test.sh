@@ -56,7 +56,7 @@ check() { # check TITLE COMMAND...
 if ((lint)); then
   check "ruff check" "$PYTHON" -m ruff check .
   check "ruff format" "$PYTHON" -m ruff format --check .
-  check "shellcheck" "${PYTHON%/*}/shellcheck" -x scripts/*.sh examples/*.sh .ci/run
+  check "shellcheck" "${PYTHON%/*}/shellcheck" -x scripts/*.sh examples/*.sh examples/*.sbatch .ci/run
   check "mypy" "$PYTHON" -m mypy
 fi
 check "pytest" "$PYTHON" -m pytest "${select[@]}" "$@"

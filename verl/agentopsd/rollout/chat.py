@@ -103,6 +103,32 @@ class ChatFormat:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def token(self, token_id: int) -> str:
+        """The text of one token, for messages."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+
+    @property
+    def can_think(self) -> bool:
+        """The template knows ``enable_thinking`` or the tags of a thought."""
+        template = str(self._tokenizer.chat_template)
+        return "enable_thinking" in template or "<think>" in template
+
+    @property
+    def thinking(self) -> bool | None:
+        """What ``enable_thinking`` was set to; None leaves it to the template."""
+        value = self._template_kwargs.get("enable_thinking")
+        return None if value is None else bool(value)
+
+    @property
+    def drops_thoughts(self) -> bool:
+        """The template removes an earlier turn's thought when it renders a whole conversation."""
+        if not self.can_think or self.thinking is False:
+            return False
+        answer = self._roles.index("assistant")
+        messages = _conversation(self._roles, _SAMPLE_TEXTS)
+        messages[answer]["content"] = "<think>\nThe mug is near.\n</think>\n\ngo to desk 1"
+        return "The mug is near." not in self._render(messages, True)
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(

