@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.agentopsd import deployment
+from verl.agentopsd import deployment, value_checks
 from verl.agentopsd.credit import CreditConfig
 from verl.agentopsd.horizon import schedule_problem
 from verl.agentopsd.sampling import SamplingConfig
@@ -146,8 +146,15 @@ def validate(config: DictConfig) -> None:
     Raises:
         ConfigError: with one line per problem.
     """
-    problems = [*_method_problems(config), *_env_problems(config), *_batch_problems(config), *_length_problems(config)]
-    problems += [*_sampling_problems(config), *_student_skill_problems(config), *deployment.problems(config)]
+    problems = [
+        *value_checks.problems(config),
+        *_method_problems(config),
+        *_env_problems(config),
+        *_sampling_problems(config),
+        *_student_skill_problems(config),
+    ]
+    if not problems:  # these compute with the values that the checks above have let through
+        problems = [*_batch_problems(config), *_length_problems(config), *deployment.problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,8 @@ from verl.agentopsd.envs.alfworld.games import (
     EXPECTED,
     TASK_TYPES,
     GamesNotFound,
-    count_by_type,
     discover,
     load_game,
-    shuffled,
     validate_games,
 )
 
@@ -44,8 +42,7 @@ def test_the_real_splits_have_their_published_counts(alfworld_data, split, count
     tasks = discover(alfworld_data, split)
     assert len(tasks) == count == EXPECTED[split]
     assert [task.game_id for task in tasks] == sorted({task.game_id for task in tasks})
-    assert set(count_by_type(tasks)) == set(TASK_TYPES)
-    assert sum(count_by_type(tasks).values()) == count
+    assert {task.task_type for task in tasks} == set(TASK_TYPES)
     for task in tasks[:20]:
         assert task.split == split and Path(task.path).is_file()
         assert Path(task.path).parent == alfworld_data / "json_2.1.1" / task.game_id
@@ -53,23 +50,28 @@ def test_the_real_splits_have_their_published_counts(alfworld_data, split, count
 
 def test_valid_unseen_has_the_published_number_of_each_type(alfworld_data):
     # Shridhar et al. 2021, table 5 of the appendix: pick 24, examine 18, clean 31, heat 23, cool 21, pick two 17.
-    assert list(count_by_type(discover(alfworld_data, "valid_unseen")).values()) == [24, 18, 31, 23, 21, 17]
+    counts = Counter(task.task_type for task in discover(alfworld_data, "valid_unseen"))
+    assert [counts[kind] for kind in TASK_TYPES] == [24, 18, 31, 23, 21, 17]
 
 
 def test_the_folder_above_and_the_data_folder_itself_both_do(alfworld_data):
     assert discover(alfworld_data / "json_2.1.1", "valid_seen") == discover(str(alfworld_data), "valid_seen")
 
 
-def test_shuffling_depends_on_the_seed_and_the_set_alone(alfworld_data):
-    tasks = discover(alfworld_data, "valid_seen")
-    disordered = random.Random(5).sample(tasks, len(tasks))
-    assert shuffled(tasks, 1) == shuffled(disordered, 1)
-    assert shuffled(tasks, 1) != shuffled(tasks, 2)
-    assert sorted(shuffled(tasks, 1), key=lambda task: task.game_id) == tasks
-
-
 def test_valid_seen_passes_full_validation(alfworld_data):
     assert validate_games(discover(alfworld_data, "valid_seen")) == []
+
+
+def test_a_link_that_leaves_the_data_is_refused_and_one_within_it_is_not(three_games, tmp_path_factory):
+    first, second, _ = discover(three_games, "valid_unseen", check_counts=False)
+    trial, inside = Path(first.path).parent, Path(second.path).parent
+    (inside.parent / "trial_linked").symlink_to(inside)
+    assert len(discover(three_games, "valid_unseen", check_counts=False)) == 4
+    outside = tmp_path_factory.mktemp("elsewhere") / "trial"
+    trial.rename(outside)
+    trial.symlink_to(outside)
+    with pytest.raises(GameFileError, match="a link that leaves .*json_2.1.1: copy the game into the data"):
+        discover(three_games, "valid_unseen", check_counts=False)
 
 
 def test_a_game_is_parsed_once_and_again_when_its_file_changed(three_games):
@@ -150,7 +152,7 @@ def test_games_alfworld_itself_leaves_out_are_left_out(three_games):
         (lambda file: edit(str(file), solvable=False), "marked as unsolvable"),
         (lambda file: edit(str(file), solvable=None), "lacks solvable"),
         (lambda file: edit(str(file), pddl_problem="(define (problem x))"), "PDDL problem is damaged"),
-        (lambda file: edit(str(file), pddl_problem=7), "PDDL problem is damaged"),
+        (lambda file: edit(str(file), pddl_problem=7), "pddl_problem is no text"),
         (lambda file: edit(str(file), grammar=""), 'no "Your task is to: ..." sentence'),
         (
             lambda file: edit(str(file), pddl_domain="(define (domain other))"),

@@ -7,6 +7,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from verl.agentopsd.envs.alfworld import generate as generator
 from verl.agentopsd.envs.alfworld.engine import ExactEnv
 from verl.agentopsd.envs.alfworld.game import parse_game
-from verl.agentopsd.envs.alfworld.games import TASK_TYPES, count_by_type, discover, load_game, validate_games
+from verl.agentopsd.envs.alfworld.games import TASK_TYPES, discover, load_game, validate_games
 from verl.agentopsd.envs.alfworld.generate import GenerationError, ensure_generated, generate, load_assets, main
 from verl.agentopsd.envs.alfworld.planner import solve
 from verl.agentopsd.envs.alfworld.rooms import FIRST_PLAN, plan_numbers
@@ -41,7 +42,7 @@ def scene(task) -> int:
 def test_every_split_is_complete_valid_and_balanced(generated):
     for split, count in COUNTS.items():
         tasks = discover(generated, split)
-        assert count_by_type(tasks) == dict.fromkeys(TASK_TYPES, count // 6)
+        assert Counter(task.task_type for task in tasks) == dict.fromkeys(TASK_TYPES, count // 6)
         assert validate_games(tasks) == []
 
 

@@ -101,7 +101,10 @@ class EpisodeRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EpisodeRecord:
-        return _build(cls, {**data, "turns": [_build(Turn, turn) for turn in data.get("turns", ())]})
+        turns = data.get("turns", [])
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise RecordError("field turns in EpisodeRecord is not a list of objects")
+        return _build(cls, {**data, "turns": [_build(Turn, turn) for turn in turns]})
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def iter_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 data = json.loads(raw)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if not raw.endswith(b"\n"):
                     logger.warning("%s:%d: the last line is torn and left out: its writer stopped in it", path, number)
                     return
@@ -436,7 +439,7 @@ def messages_shown(extra_fields: Mapping[str, Any]) -> Sequence[Message]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -453,7 +456,26 @@ def _build(cls: type[T], data: Mapping[str, Any]) -> T:
     needed = {n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - data.keys()):
         raise RecordError(f"field {', '.join(missing)} is missing in {cls.__name__}")
+    for name, value in data.items():
+        kinds = _KINDS.get(str(known[name].type))
+        if kinds is not None and type(value) not in kinds:
+            raise RecordError(f"field {name} in {cls.__name__} is {value!r:.60}, not {known[name].type}")
     return cls(**data)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "list[float] | None": (list, type(None)),
+    "list[dict[str, str]]": (list,),
+    "dict[str, Any]": (dict,),
+    "dict[str, str]": (dict,),
+}
+"""Types of a field's value as JSON gives it, by the field's annotation."""
 
 
 def _dumps(data: dict[str, Any], what: str) -> str:

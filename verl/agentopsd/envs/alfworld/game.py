@@ -120,10 +120,16 @@ def parse_game(data: Mapping[str, Any], where: str = "game") -> Game:
         raise GameFileError(f"{where}: not a playable game file, it lacks {', '.join(missing)}")
     if data["solvable"] is not True:
         raise GameFileError(f"{where}: the game is marked as unsolvable")
+    texts = ("grammar", "pddl_domain", "pddl_problem")
+    if wrong := [name for name in texts if not isinstance(data[name], str)]:
+        raise GameFileError(f"{where}: not a playable game file, {wrong[0]} is no text")
+    walkthrough = data["walkthrough"]
+    if not isinstance(walkthrough, list) or not all(isinstance(command, str) for command in walkthrough):
+        raise GameFileError(f"{where}: not a playable game file, walkthrough is no list of commands")
     task = _check_grammar(data["grammar"], where)
     sink_types = _check_domain(data["pddl_domain"], where)
     try:
-        return _parse_problem(data["pddl_problem"], task, tuple(data["walkthrough"]), sink_types)
+        return _parse_problem(data["pddl_problem"], task, tuple(walkthrough), sink_types)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise GameFileError(f"{where}: the PDDL problem is damaged or not an ALFWorld one ({error!r})") from error
 

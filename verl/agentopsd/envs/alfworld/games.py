@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -105,19 +103,6 @@ def discover(data_dir: str | os.PathLike[str], split: str, *, check_counts: bool
     return tasks
 
 
-def shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """``tasks`` in an order that depends on their set and ``seed`` alone, not on the order they came in."""
-    ordered = sorted(tasks, key=lambda task: task.game_id)
-    random.Random(seed).shuffle(ordered)
-    return ordered
-
-
-def count_by_type(tasks: Iterable[Task]) -> dict[str, int]:
-    """Task type -> number of games, in the order of ``TASK_TYPES``."""
-    counts = Counter(task.task_type for task in tasks)
-    return {kind: counts[kind] for kind in TASK_TYPES if counts[kind]}
-
-
 def load_game(path: str | os.PathLike[str]) -> Game:
     """The game in ``path`` (a ``game.tw-pddl`` or its folder), from a cache of the last few hundred.
 
@@ -184,8 +169,16 @@ def _playable(root: Path, split: str) -> Iterator[Task]:
                 continue
             with os.scandir(kind.path) as trials:
                 for trial in trials:
+                    if kind.is_symlink() or trial.is_symlink():
+                        _require_inside(root, Path(trial.path))
                     if trial.is_dir() and _has_solvable_game(os.path.join(trial.path, GAME_FILE)):
                         yield task_of(root, Path(trial.path))
+
+
+def _require_inside(root: Path, folder: Path) -> None:
+    """A link in the data must not make the run read files from elsewhere."""
+    if not folder.resolve().is_relative_to(root.resolve()):
+        raise GameFileError(f"{folder}: a link that leaves {root}: copy the game into the data, or remove the link")
 
 
 def _has_solvable_game(file: str) -> bool:
@@ -202,7 +195,7 @@ def _parse_file(file: str) -> Game:
     try:
         with open(file, encoding="utf-8") as handle:
             data = json.load(handle)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise GameFileError(f"{file}: not readable as JSON ({error}); fetch it again with `{GET_DATA}`") from error
     if not isinstance(data, dict):
         raise GameFileError(f"{file}: not a game file (a JSON {type(data).__name__}, not an object)")
