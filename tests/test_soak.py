@@ -1,0 +1,102 @@
+"""The soak run's own judgement: faults at the set rate, lost and doubled episodes found, growing memory seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faulty_env import FaultyEnv
+from benchmarks.soak import Memory, findings
+from verl.agentopsd.envs.base import Observation
+from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
+
+
+class Quiet:
+    def reset(self) -> Observation:
+        return Observation("start")
+
+    def step(self, command: str) -> Observation:
+        return Observation("done")
+
+    def close(self) -> None:
+        pass
+
+
+def faults(rate: float, episodes: int) -> list[str]:
+    found = []
+    for number in range(episodes):
+        env = FaultyEnv(Quiet(), rate, f"game-{number}")
+        try:
+            answer = env.reset()
+            if answer is None or len(answer.text) > 10:
+                found.append("garbage" if answer is None else "text")
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_faults_come_at_the_set_rate_in_every_kind_and_repeat():
+    found = faults(0.2, 2000)
+    assert len(found) == pytest.approx(400, abs=72)  # four standard deviations of a binomial count
+    assert set(found) == {"ValueError", "EnvironmentFault", "garbage", "text"}
+    assert faults(0.2, 2000) == found and faults(0, 2000) == []
+
+
+def write_run(run_dir: Path, episodes: list[tuple[int, int, int]]) -> None:
+    """Records (step, game, sample); the first was lost to the environment."""
+    steps = sorted({step for step, _, _ in episodes})
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "data": {"a": 1.0}}) + "\n" for step in steps)
+    )
+    for step in steps:
+        with RecordWriter(run_dir / "rollouts" / f"{step:06d}.jsonl") as writer:
+            for own, game, sample in [one for one in episodes if one[0] == step]:
+                error = "injected" if (own, game, sample) == episodes[0] else ""
+                writer.write(
+                    EpisodeRecord(
+                        *("run", own, "train", "train", f"train/{game}", "pick", 0, False, 1, 0, False),
+                        group=f"{game}",
+                        sample=sample,
+                        env_error=error,
+                    )
+                )
+    (run_dir / "env-errors.jsonl").write_text("{}\n")
+    (run_dir / "checkpoints" / f"global_step_{steps[-1]}").mkdir(parents=True)
+    (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
+
+
+WHOLE = [(step, game, sample) for step in (1, 2) for game in range(4) for sample in range(4)]
+
+
+def test_a_whole_run_passes(tmp_path: Path):
+    write_run(tmp_path / "run", WHOLE)
+    assert findings(tmp_path / "run") == {"updates": 2, "episodes": 32, "lost to injected faults": 1}
+
+
+@pytest.mark.parametrize(
+    ("episodes", "message"),
+    [
+        (WHOLE[:-1], "too few or too many"),
+        ([*WHOLE, WHOLE[-1]], "too few or too many|twice"),
+        ([one for one in WHOLE if one != WHOLE[4]] + [WHOLE[5]], "too few or too many|twice"),
+        ([(3, game, sample) if step == 2 else (step, game, sample) for step, game, sample in WHOLE], "line is missing"),
+    ],
+)
+def test_what_is_lost_or_doubled_is_found(tmp_path: Path, episodes: list, message: str):
+    write_run(tmp_path / "run", episodes)
+    with pytest.raises(AssertionError, match=message):
+        findings(tmp_path / "run")
+
+
+def test_growth_is_measured_after_the_warm_up():
+    memory = Memory()
+    for second in range(0, 3600, 10):
+        memory.seconds.append(second)
+        memory.by_process["grows"].append((second, 100 + second / 36))  # 100 MiB in an hour
+        memory.by_process["flat"].append((second, 50.0 if second > 600 else second / 12))
+    rows = {name: (first, last, slope) for name, first, last, slope in memory.table()}
+    assert rows["grows"][2] == pytest.approx(100, rel=0.05)
+    assert rows["flat"] == (50.0, 50.0, 0.0)
