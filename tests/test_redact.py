@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.agentopsd import main as command
 from verl.agentopsd.main import compose_config
-from verl.agentopsd.redact import RedactingFile, is_secret_name, redact, redact_config
+from verl.agentopsd.redact import RedactingFile, is_secret_name, redact, redact_config, without_secrets
 from verl.agentopsd.rollout.failures import report, worker_errors
 from verl.agentopsd.task_runner import write_run_files
 
@@ -107,3 +107,10 @@ def test_a_redacting_file_is_a_file():
     assert wrapped.write(HF) == len(HF)
     wrapped.flush()
     assert file.getvalue() == "***" and wrapped.writable()
+
+
+def test_trackers_get_a_configuration_without_secrets():
+    given = without_secrets(lambda project_name, config: (project_name, config))(
+        project_name="p", config={"a": {"token": "hidden77"}, "n": 1}
+    )
+    assert given == ("p", {"a": {"token": "***"}, "n": 1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TextIO
 
@@ -51,6 +51,15 @@ def redact_config(value: Any, name: str = "") -> Any:
 def redact_yaml(config: DictConfig) -> str:
     """The configuration as YAML with every secret hidden; interpolations stay as they are."""
     return OmegaConf.to_yaml(OmegaConf.create(redact_config(OmegaConf.to_container(config, resolve=False))))
+
+
+def without_secrets(tracking: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's ``Tracking`` as it should be called: trackers upload the configuration that it is given."""
+
+    def make(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+        return tracking(*args, config=redact_config(config), **kwargs)
+
+    return make
 
 
 def is_secret_name(name: str) -> bool:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
-from verl.agentopsd.redact import RedactingFile, redact, redact_yaml
+from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.run_guard import lock_run_dir
 from verl.agentopsd.termination import Stopped, Termination
@@ -188,6 +188,7 @@ def _train(config: DictConfig, termination: Termination) -> None:
     quiet_libraries()
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
+    trainer_base.Tracking = without_secrets(trainer_base.Tracking)
     tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:
