@@ -70,3 +70,16 @@ def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
         start(monkeypatch, [ValueError("port is taken")])
     with pytest.raises(Exception, match="timed out"):
         start(monkeypatch, [Exception("timed out during startup"), Exception("timed out during startup")])
+
+
+def test_a_run_without_a_gpu_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    """What Ray will call its own address once clusters are switched off; a test of the switch, which is Ray's."""
+    from ray._private import ray_constants, services, worker
+
+    from verl.agentopsd.platform.loopback import VARIABLE, loopback_only
+
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(worker, "_global_node", None)
+    loopback_only()
+    assert services.get_node_ip_address() in ("127.0.0.1", "::1")

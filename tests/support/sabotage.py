@@ -2,7 +2,8 @@
 
 VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``player``, ``learner``
 (SIGKILL to the vLLM server, the agent-loop worker, the training worker). MOMENT: ``rollout``, ``saving`` or the name
-of a stage with a limit. The blow falls in update STEP. Before it, LOG gets the addresses that the run listens on.
+of a stage with a limit. The blow falls in update STEP. Before it, LOG gets a JSON list: by process the addresses that the run
+listens on.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def strike(victim: str, log: Path) -> None:
     if log.exists():
         return
     children = psutil.Process().children(recursive=True)
-    addresses = [c.laddr.ip for process in [psutil.Process(), *children] for c in listening(process)]
-    log.write_text(json.dumps(addresses))
+    sockets = [(process.name(), c.laddr.ip) for process in [psutil.Process(), *children] for c in listening(process)]
+    log.with_suffix(".new").write_text(json.dumps(sockets))
+    log.with_suffix(".new").replace(log)
     if victim in ("driver", "terminate"):
         os.kill(os.getpid(), signal.SIGKILL if victim == "driver" else signal.SIGTERM)
         return

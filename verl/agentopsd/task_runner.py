@@ -25,6 +25,7 @@ from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
 from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
+from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.run_guard import lock_run_dir
 from verl.agentopsd.termination import Stopped, Termination
 from verl.agentopsd.watchdog import kill_children
@@ -145,8 +146,7 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         elif config.trainer.device == "cpu":
             # never a cluster that happens to run here: it lacks the logical GPUs
             options["address"] = "local"
-            # every server of the run, vLLM's too, binds to the node's address: nothing outside this machine reaches it
-            options.setdefault("_node_ip_address", "127.0.0.1")
+            loopback_only()
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
     needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
