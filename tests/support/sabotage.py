@@ -2,8 +2,8 @@
 
 VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``player``, ``learner``
 (SIGKILL to the vLLM server, the agent-loop worker, the training worker). MOMENT: ``rollout``, ``saving`` or the name
-of a stage with a limit. The blow falls in update STEP. Before it, LOG gets a JSON list: by process the addresses that the run
-listens on.
+of a stage with a limit. The blow falls in update STEP. Before it, LOG gets all that the run listens on: a JSON list of
+process and address.
 """
 
 from __future__ import annotations
