@@ -5,8 +5,8 @@ Layout, as ``alfworld-download`` leaves it and ``generate.py`` writes it::
     DATA_DIR/json_2.1.1/<split>/<task type>-<object>-<...>-<receptacle>-<scene>/<trial>/game.tw-pddl
                                                                                        /traj_data.json
 
-Discovery reads folder names and the last bytes of each file only; a game is decoded and checked when it is first played
-(:func:`load_game`) or all at once on demand (:func:`validate_games`).
+Discovery reads folder names and the last bytes of each file only, and keeps what it found (``index.py``); a game is
+decoded and checked when it is first played (:func:`load_game`) or all at once on demand (:func:`validate_games`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from verl.agentopsd.envs.alfworld.game import Game, GameFileError, parse_game
+from verl.agentopsd.envs.alfworld.index import cached
 from verl.agentopsd.envs.base import Task
 
 TASK_TYPES = (
@@ -89,7 +90,7 @@ def discover(data_dir: str | os.PathLike[str], split: str, *, check_counts: bool
         raise ValueError(f"split {split!r} is not one of {', '.join(EXPECTED)}")
     root = games_root(data_dir)
     expected = expected_counts(root)
-    tasks = sorted(_playable(root, split), key=lambda task: task.game_id) if (root / split).is_dir() else []
+    tasks = cached(root, split, _files_of, lambda: _read_split(root, split)) if (root / split).is_dir() else []
     if not tasks:
         raise GamesNotFound(
             f"split {split!r} has no playable game below {root} (splits there: {', '.join(_splits_in(root))}); "
@@ -159,6 +160,16 @@ def task_of(root: Path, folder: Path) -> Task:
 
 def _splits_in(root: Path) -> list[str]:
     return [split for split in EXPECTED if (root / split).is_dir()]
+
+
+def _files_of(kind_folder: str) -> tuple[str, ...]:
+    """The files of a game that discovery reads."""
+    named = kind_folder.partition("-")[0] in TASK_TYPES
+    return (GAME_FILE,) if named else (GAME_FILE, TRAJECTORY_FILE)
+
+
+def _read_split(root: Path, split: str) -> list[Task]:
+    return sorted(_playable(root, split), key=lambda task: task.game_id)
 
 
 def _playable(root: Path, split: str) -> Iterator[Task]:
