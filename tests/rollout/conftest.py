@@ -3,6 +3,7 @@ one with the template of the tiny model."""
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -93,15 +94,58 @@ def qwen3_tokenizer() -> PreTrainedTokenizerFast:
     return _qwen(QWEN3_TEMPLATE, ("<think>", "</think>"))
 
 
+# The structure of Llama 3.1's template: a first token of its own, dates in every system message, texts stripped.
+LLAMA3_TEMPLATE = """\
+{{- '<|begin_of_text|>' }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n' }}
+{{- 'Today Date: 26 Jul 2024\\n\\n' + system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+
+@pytest.fixture(scope="session")
+def llama3_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes only (no package ships Llama's vocabulary), with Llama 3's special tokens and its template's structure."""
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    return _bytes_only(special, LLAMA3_TEMPLATE, eos="<|eot_id|>", pad="<|end_of_text|>")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> PreTrainedTokenizerFast:
+    """The real vocabulary and chat template, out of the package that ships SmolLM2's weights."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "build_smollm2.py"
+    spec = spec_from_file_location("build_smollm2", script)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load_tokenizer(module.source())
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes only, with the special tokens and the template of the tiny model."""
     special = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    return _bytes_only(special, TINY_TEMPLATE, eos="<|end|>", pad="<|pad|>")
+
+
+def _bytes_only(special: list[str], template: str, eos: str, pad: str) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(BPE({token: i for i, token in enumerate(special + alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>")
-    tokenizer.chat_template = TINY_TEMPLATE
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=pad)
+    tokenizer.chat_template = template
     return tokenizer

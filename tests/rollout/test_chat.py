@@ -6,7 +6,7 @@ from verl.agentopsd.rollout.chat import ChatFormat, ChatFormatError
 
 SYSTEM = {"role": "system", "content": "Play the game."}
 USER = {"role": "user", "content": "You see a desk 1, and a drawer 12.\nYour task is to: put a mug in desk."}
-FIXTURES = ["qwen25_tokenizer", "qwen3_tokenizer", "tiny_tokenizer"]
+FIXTURES = ["qwen25_tokenizer", "qwen3_tokenizer", "tiny_tokenizer", "llama3_tokenizer", "smollm2_tokenizer"]
 
 
 @pytest.fixture(params=FIXTURES)

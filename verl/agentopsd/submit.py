@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.agentopsd.ray_auth import use_token_if_there
+
 EXCLUDES = (
     # AgentOPSD is imported from the nodes' environment: a copy of a part of it in the working directory would mix
     # with that one
@@ -93,6 +95,7 @@ def submit(address: str, command: str, environment: dict[str, Any], wait: bool) 
     """
     from ray.job_submission import JobStatus, JobSubmissionClient
 
+    use_token_if_there()
     client = JobSubmissionClient(address)
     job = client.submit_job(entrypoint=command, runtime_env=environment)
     print(f"job {job} at {address}", file=sys.stderr, flush=True)

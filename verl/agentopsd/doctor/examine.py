@@ -42,7 +42,7 @@ def examine(config: DictConfig, *, rehearse: bool = False) -> Report:
     """
     findings: list[Finding] = versions.check(config)
     shape, sized = _shape(config)
-    findings += sized + resources.check(config, shape) + batch.check(config)
+    findings += sized + resources.check(config, shape) + batch.check(config) + planner.weight_bucket(config, shape)
     material: list[Material] = []
     chats: list[ChatFormat] = []
 

@@ -173,6 +173,26 @@ def check(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], made: P
     return findings
 
 
+def weight_bucket(config: DictConfig, shape: ModelShape | None) -> list[Finding]:
+    """verl sends weights to the rollout engine in buckets; the largest matrix must fit one."""
+    rollout = config.actor_rollout_ref.rollout
+    if shape is None or rollout.checkpoint_engine.backend != "naive":
+        return []
+    bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) * 2**20
+    size = cost.FLOAT32 if config.trainer.device == "cpu" else cost.BFLOAT16
+    largest = shape.vocab * shape.hidden * size
+    text = f"largest matrix {shape.vocab} × {shape.hidden} × {size} bytes = {largest / 2**20:.0f} MiB"
+    if largest <= bucket:
+        return [ok("weight sync", f"{text}, bucket {bucket // 2**20} MiB")]
+    return [
+        error(
+            "weight sync",
+            f"{text} does not fit actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes="
+            f"{bucket // 2**20}: raise it to {-(-largest // 2**20)}",
+        )
+    ]
+
+
 def _rollout_memory(made: Plan, device: Device) -> Finding:
     usable = cost.USABLE * device.memory
     playing = (

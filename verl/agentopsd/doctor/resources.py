@@ -15,6 +15,7 @@ from verl.agentopsd.config import teacher_gpus
 from verl.agentopsd.doctor.finding import Finding, error, ok, unchecked, warning
 from verl.agentopsd.doctor.gpus import GIB
 from verl.agentopsd.doctor.shapes import ModelShape
+from verl.agentopsd.ray_auth import use_token_if_there
 
 CPUS_PER_GPU = 3
 """verl reserves so many Ray CPUs beside every GPU of a pool."""
@@ -159,6 +160,7 @@ def cluster_nodes(address: str) -> list[dict[str, float]]:
 
     joined = ray.is_initialized()
     if not joined:
+        use_token_if_there()
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     try:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
