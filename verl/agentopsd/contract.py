@@ -44,15 +44,17 @@ def check_batch(episodes: Sequence[Episode], *, step: int, games: int, group_siz
             _refuse(episode, *problem, step, run_dir)
     sampled = [episode for episode in episodes if episode.facts["turns"]]
     if sampled and all(torch.equal(episode.old_log_probs, episode.rollout_log_probs) for episode in sampled):
-        problem = (
+        copied = (
             "every value equals the sampler's: the actor did not compute them, so teacher and student would come from "
             "different engines; set algorithm.rollout_correction.bypass_mode=false"
         )
-        _refuse(sampled[0], "old_log_probs", problem, step, run_dir)
+        _refuse(sampled[0], "old_log_probs", copied, step, run_dir)
     _check_groups(episodes, step, games, group_size, run_dir)
 
 
-def check_teacher(episodes: Mapping[str, Episode], log_probs: Mapping[str, torch.Tensor], step: int, run_dir: Path):
+def check_teacher(
+    episodes: Mapping[str, Episode], log_probs: Mapping[str, torch.Tensor], step: int, run_dir: Path
+) -> None:
     """Checks the teacher's log-probs, by episode key: one finite value per response token of a known row.
 
     Raises:

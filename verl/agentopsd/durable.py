@@ -166,7 +166,8 @@ class DurableTrainer(PPOTrainerSync):
         servers, workers = self.llm_server_manager.server_handles, agent_loop_manager.agent_loop_workers
         named = {f"rollout server {number}": actor for number, actor in enumerate(servers)}
         self._liveness = Liveness(named | {f"agent-loop worker {number}": one for number, one in enumerate(workers)})
-        self.replay_buffer.check_workers = self._liveness.check
+        buffer: Any = self.replay_buffer  # replay.EpisodeBuffer, by the configuration
+        buffer.check_workers = self._liveness.check
         try:
             super().fit(agent_loop_manager)
         except KeyboardInterrupt:

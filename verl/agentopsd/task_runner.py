@@ -188,7 +188,7 @@ def _train(config: DictConfig, termination: Termination) -> None:
     quiet_libraries()
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
-    trainer_base.Tracking = without_secrets(trainer_base.Tracking)
+    trainer_base.Tracking = without_secrets(trainer_base.Tracking)  # type: ignore[misc, assignment]
     tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:

@@ -35,7 +35,7 @@ POSITIVE = _number(lambda v: v > 0, "greater than 0")
 FREQUENCY = Check("a whole number of updates, or -1 for never", lambda v: type(v) is int and (v == -1 or v >= 1))
 SPLITS = Check(
     "the name of a split, or a list of them",
-    lambda v: isinstance(v, str) or (isinstance(v, list | ListConfig) and v and all(isinstance(one, str) for one in v)),
+    lambda v: isinstance(v, str) or isinstance(v, list | ListConfig) and len(v) > 0 and all(type(s) is str for s in v),
 )
 
 CHECKS: Mapping[str, Check] = {
