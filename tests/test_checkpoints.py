@@ -26,6 +26,7 @@ from verl.agentopsd.checkpoints import (
     latest_step,
     random_state,
     restore_random_state,
+    run_state,
     step_folder,
     write_atomically,
 )
@@ -58,7 +59,8 @@ def test_the_pointer_follows_the_commit_and_old_ones_go(tmp_path: Path):
         checkpoints.commit(step)
         assert latest_step(tmp_path) == step
     assert names(tmp_path) == ["global_step_2", "global_step_3", POINTER]
-    assert checkpoints.state(3) == {"step": 3}
+    assert run_state(tmp_path / "global_step_3") == {"step": 3}
+    assert run_state(tmp_path) is None
     checkpoints.commit(4)
     assert latest_step(tmp_path) == 3
 

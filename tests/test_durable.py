@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl.agentopsd.checkpoints import Checkpoints, latest_step, random_state
+from verl.agentopsd.checkpoints import Checkpoints, latest_step, random_state, run_state
 from verl.agentopsd.durable import DurableTrainer
 from verl.agentopsd.termination import Stopped, Termination
 
@@ -48,8 +48,10 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
         "default_local_dir": str(tmp_path / "checkpoints"),
         "max_actor_ckpt_to_keep": 2,
         "val_before_train": True,
+        "resume_mode": "auto",
+        "resume_from_path": None,
     }
-    made.config = OmegaConf.create({"trainer": settings, "limits": {"save": 60}})
+    made.config = OmegaConf.create({"run_dir": str(tmp_path), "trainer": settings, "limits": {"save": 60}})
     made.checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     made.termination = Termination()
     made.resumable = {"curriculum": Counter(3)}
@@ -64,7 +66,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
 def saved(trainer: DurableTrainer, step: int) -> tuple[int, int, int]:
     """Update of the weights, batches handed out, count of the curriculum."""
     folder = trainer.run_dir / "checkpoints" / f"global_step_{step}"
-    state = trainer.checkpoints.state(step)
+    state = run_state(folder)
     data = torch.load(folder / "data.pt", weights_only=True)
     assert state is not None and state["data"] == data
     weights = int((folder / "actor" / "weights").read_text())

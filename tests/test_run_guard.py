@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.agentopsd import run_guard
+from verl.agentopsd.checkpoints import CheckpointFailed
 from verl.agentopsd.main import compose_config, prepare, take_options
 from verl.agentopsd.run_guard import ConfigChanged, RunDirLocked, UnsafeCheckpoint
 from verl.agentopsd.task_runner import write_run_files
@@ -140,6 +142,21 @@ def test_a_checkpoint_that_would_run_code_is_refused(run_dir: Path):
     with pytest.raises(UnsafeCheckpoint, match=r"data.pt asks for posix.system, .*set trust_checkpoint=true"):
         run_guard.check_checkpoint(config(run_dir))
     run_guard.check_checkpoint(config(run_dir, "trust_checkpoint=true"))
+
+
+def test_a_checkpoint_that_is_asked_for_by_path_is_checked_like_the_latest(run_dir: Path):
+    elsewhere = run_dir / "kept" / "global_step_2"
+    shutil.copytree(run_dir / "checkpoints" / "global_step_4", elsewhere)
+    asked = config(run_dir, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={elsewhere}")
+    assert run_guard.resumed_checkpoint(asked) == elsewhere
+    run_guard.check_checkpoint(asked)
+    torch.save({"x": Evil()}, elsewhere / "data.pt")
+    with pytest.raises(UnsafeCheckpoint):
+        run_guard.check_checkpoint(asked)
+    for wrong in (run_dir / "kept", run_dir / "kept" / "global_step_9"):
+        asked.trainer.resume_from_path = str(wrong)
+        with pytest.raises(CheckpointFailed, match=f"resume_from_path={wrong} is no checkpoint: give the path"):
+            run_guard.check_checkpoint(asked)
 
 
 def test_a_run_directory_is_locked_until_its_process_ends(tmp_path: Path):

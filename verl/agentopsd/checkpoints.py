@@ -60,6 +60,12 @@ def latest_step(folder: Path) -> int | None:
     raise CheckpointFailed(f"{pointer} says {text!r}, which is no checkpoint in {folder}: {remedy}")
 
 
+def run_state(checkpoint: Path) -> dict[str, Any] | None:
+    """``run_state.pt`` of a checkpoint's folder; None where there is none."""
+    file = checkpoint / STATE_FILE
+    return torch.load(file, weights_only=True) if file.is_file() else None
+
+
 @dataclass
 class Checkpoints:
     """The folder ``checkpoints`` of one run.
@@ -119,11 +125,6 @@ class Checkpoints:
         steps = sorted(int(path.name.rsplit("_", 1)[-1]) for path in self.folder.glob("global_step_*"))
         for old in [saved for saved in steps if saved <= step][: -self.keep]:
             _remove(step_folder(self.folder, old))
-
-    def state(self, step: int) -> dict[str, Any] | None:
-        """``run_state.pt`` of a checkpoint; None for one that has none."""
-        file = step_folder(self.folder, step) / STATE_FILE
-        return torch.load(file, weights_only=True) if file.is_file() else None
 
     def _require_space(self, step: int) -> None:
         sizes = [_size(path) for path in self.folder.glob("global_step_*")]

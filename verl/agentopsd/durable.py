@@ -24,10 +24,11 @@ from verl.agentopsd.checkpoints import (
     latest_step,
     random_state,
     restore_random_state,
+    run_state,
     step_folder,
 )
 from verl.agentopsd.liveness import Liveness
-from verl.agentopsd.run_guard import drop_later
+from verl.agentopsd.run_guard import drop_later, resumed_checkpoint
 from verl.agentopsd.run_log import RunLog
 from verl.agentopsd.termination import Stopped, Termination
 from verl.agentopsd.watchdog import stage
@@ -144,7 +145,8 @@ class DurableTrainer(PPOTrainerSync):
         if self.global_steps == 0:
             return
         self.config.trainer.val_before_train = False  # these weights were validated, or not, by the run so far
-        state = self.checkpoints.state(self.global_steps)
+        folder = resumed_checkpoint(self.config)
+        state = run_state(folder) if folder is not None else None
         if state is None:
             return
         restore_random_state(state["random"])

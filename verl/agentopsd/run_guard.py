@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.agentopsd.checkpoints import latest_step, step_folder
+from verl.agentopsd.checkpoints import CheckpointFailed, latest_step, step_folder
 from verl.agentopsd.redact import redact_config
 
 LOCK = ".lock"
@@ -150,6 +151,26 @@ def _learning_rate_depends_on_length(config: DictConfig) -> bool:
     return optim.get("lr_scheduler_type", "constant") != "constant" or warmup > 0
 
 
+def resumed_checkpoint(config: DictConfig) -> Path | None:
+    """The folder of the checkpoint that a run would start from, None for a start from nothing.
+
+    Raises:
+        CheckpointFailed: the one that is asked for does not exist.
+    """
+    mode, named = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode == "disable":
+        return None
+    if mode == "resume_path":
+        if named is None or not Path(named).is_dir() or not re.fullmatch(r"global_step_\d+", Path(named).name):
+            raise CheckpointFailed(
+                f"trainer.resume_from_path={named} is no checkpoint: give the path of a folder global_step_N"
+            )
+        return Path(named)
+    folder = Path(config.run_dir) / "checkpoints"
+    step = latest_step(folder)
+    return None if step is None else step_folder(folder, step)
+
+
 def check_checkpoint(config: DictConfig) -> None:
     """Looks at the checkpoint that a resume would load: same model, same number of ranks, no code in it.
 
@@ -157,10 +178,9 @@ def check_checkpoint(config: DictConfig) -> None:
         ConfigChanged: it belongs to another model or to another number of ranks.
         UnsafeCheckpoint: a file of it asks for code that a checkpoint does not need.
     """
-    folder = Path(config.run_dir) / "checkpoints"
-    if config.trainer.resume_mode == "disable" or (step := latest_step(folder)) is None:
+    checkpoint = resumed_checkpoint(config)
+    if checkpoint is None:
         return
-    checkpoint = step_folder(folder, step)
     _check_model(config, checkpoint / "actor" / "huggingface" / "config.json")
     _check_ranks(config, checkpoint / "actor")
     if not config.get("trust_checkpoint", False):
