@@ -302,13 +302,29 @@ def test_the_largest_matrix_must_fit_the_weight_sync():
     config = prepared("model=tiny", "device=cpu")
     # 49,152 × 576 × 4 bytes
     assert texts(planner.weight_bucket(config, shape), Level.ERROR)[0].endswith(
-        "= 108 MiB does not fit actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64: raise it "
-        "to 108"
+        "= 108 MiB does not fit actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64: raise "
+        "it to 108"
     )
     config = prepared("model=smollm2_135m", "device=cpu")
     assert planner.weight_bucket(config, shape)[0].level is Level.OK
     seven = planner.weight_bucket(prepared("model=qwen2.5_7b", "device=gpu"), KNOWN["Qwen/Qwen2.5-7B-Instruct"])
     assert seven[0].level is Level.OK and "1040 MiB" in seven[0].text
+
+
+def test_a_teacher_with_weights_of_its_own_costs_memory_and_time():
+    other = ["agentopsd.teacher.source=model", "agentopsd.teacher.path=Qwen/Qwen2.5-7B-Instruct"]
+    alone, _ = plan_of("model=qwen2.5_3b")
+    shared, _ = plan_of("model=qwen2.5_3b", *other)
+    apart, _ = plan_of("model=qwen2.5_3b", *other, "agentopsd.teacher.n_gpus_per_node=1")
+    assert alone is not None and shared is not None and apart is not None
+    # 7,615,616,512 parameters in bf16 over 8 GPUs
+    assert shared.memory.teacher - alone.memory.teacher == pytest.approx(7_615_616_512 * 2 / 8)
+    assert apart.memory.teacher == 0 and apart.seconds.teacher == pytest.approx(8 * shared.seconds.teacher)
+    assert 2 < shared.seconds.teacher / alone.seconds.teacher < 2.6, "7.6 / 3.1"
+    assert (
+        resources.needs(prepared("model=qwen2.5_3b", "device=gpu", *other, "agentopsd.teacher.n_gpus_per_node=1")).gpus
+        == 9
+    )
 
 
 def test_an_unknown_gpu_is_refused(alfworld_data: Path):

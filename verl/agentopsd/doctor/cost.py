@@ -98,19 +98,26 @@ def stage_seconds(
     gpus: int,
     assumed: Assumptions | None = None,
     rollout_tensor_parallel: int = 1,
+    teacher_shape: ModelShape | None = None,
+    teacher_gpus: int = 0,
 ) -> StageSeconds:
-    """Seconds per stage on ``gpus`` devices."""
+    """Seconds per stage on ``gpus`` devices.
+
+    Args:
+        teacher_shape: of a teacher with weights of its own; None when the actor or its reference rereads.
+        teacher_gpus: that only the teacher has; 0 when it shares the actor's.
+    """
     assumed = assumed or Assumptions()
     forward_rate = gpus * device.flops * assumed.forward_efficiency
     tokens = work.episodes * work.row_tokens
     forward = forward_flops(shape, tokens, work.row_tokens)
     taught_row = work.row_tokens + work.skill_tokens
-    taught = forward_flops(shape, work.episodes * work.scored_share * taught_row, taught_row)
+    taught = forward_flops(teacher_shape or shape, work.episodes * work.scored_share * taught_row, taught_row)
     passes = (4.0 if work.gradient_checkpointing else 3.0) * work.epochs
     return StageSeconds(
         rollout=rollout_seconds(shape, work, device, gpus, assumed, rollout_tensor_parallel),
         old_log_probs=forward / forward_rate,
-        teacher=taught / forward_rate if work.teacher else 0.0,
+        teacher=taught / (forward_rate * (teacher_gpus or gpus) / gpus) if work.teacher else 0.0,
         reference=forward / forward_rate if work.reference else 0.0,
         update=passes * forward / (gpus * device.flops * assumed.train_efficiency),
     )

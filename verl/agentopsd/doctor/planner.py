@@ -7,12 +7,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.agentopsd.config import has_teacher, sequence_parallel_size
+from verl.agentopsd.config import has_teacher, sequence_parallel_size, teacher_config, teacher_gpus
 from verl.agentopsd.doctor import cost
 from verl.agentopsd.doctor.finding import Finding, error, ok, unchecked, warning
 from verl.agentopsd.doctor.gpus import DEFAULT, DEVICES, GIB, Device, device_of
 from verl.agentopsd.doctor.resources import Gpu
-from verl.agentopsd.doctor.shapes import ModelShape
+from verl.agentopsd.doctor.shapes import ModelShape, shape_of
 
 MEAN_RESPONSE = 0.5
 """Assumed: an average episode takes half of ``data.max_response_length``; the longest takes all of it."""
@@ -72,7 +72,8 @@ def plan(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], skill_to
     if shape is None:
         return None
     device, origin = choose_device(config, gpus)
-    layout, work = layout_of(config), workload_of(config, skill_tokens)
+    teacher = teacher_shape(config)
+    layout, work = layout_of(config, teacher), workload_of(config, skill_tokens)
     ranks = layout.gpus
     notes = [
         f"{device.name}: {origin}",
@@ -88,15 +89,28 @@ def plan(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], skill_to
         layout=layout,
         work=work,
         memory=cost.gpu_bytes(shape, layout, device),
-        seconds=cost.stage_seconds(shape, work, device, ranks, None, layout.rollout_tensor_parallel),
+        seconds=cost.stage_seconds(
+            shape, work, device, ranks, None, layout.rollout_tensor_parallel, teacher, teacher_gpus(config)
+        ),
         largest_micro_batch=cost.largest_micro_batch(shape, layout, device),
         rows_in_cache=cost.rows_in_cache(shape, layout, device, work.prompt_tokens + config.data.max_response_length),
         notes=tuple(notes),
     )
 
 
-def layout_of(config: DictConfig) -> cost.Layout:
-    """How the configuration spreads the run."""
+def teacher_shape(config: DictConfig) -> ModelShape | None:
+    """Of a teacher with weights of its own, where its sizes are known."""
+    settings = teacher_config(config)
+    if settings.source != "model" or settings.path is None or not has_teacher(config):
+        return None
+    try:
+        return shape_of(str(settings.path))
+    except ValueError:
+        return None
+
+
+def layout_of(config: DictConfig, teacher: ModelShape | None = None) -> cost.Layout:
+    """How the configuration spreads the run; a teacher's own weights count where it shares the actor's GPUs."""
     arr = config.actor_rollout_ref
     gpus = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
     row = int(config.data.max_prompt_length) + int(config.data.max_response_length)
@@ -115,6 +129,7 @@ def layout_of(config: DictConfig) -> cost.Layout:
         optimizer_offload=bool(engine.optimizer_offload),
         fused_logits=bool(arr.model.use_fused_kernels),
         lora_rank=int(arr.model.lora_rank),
+        teacher_parameters=teacher.parameters if teacher is not None and teacher_gpus(config) == 0 else 0,
     )
 
 
