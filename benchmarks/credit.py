@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import machine, parser, ratio, report, spread, table, take_turns
-from verl.agentopsd.credit import CreditConfig, agentopsd_credit, group_advantage, group_success_rate
+from verl.agentopsd.credit import CreditConfig, agentopsd_credit
+from verl.agentopsd.groups import group_advantage, group_success_rate
 
 RULE = CreditConfig()
 GROUP = 8

@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl.agentopsd.credit import CreditConfig, agentopsd_credit, group_advantage, group_success_rate
+from verl.agentopsd.credit import CreditConfig, agentopsd_credit
 from verl.agentopsd.envs.base import EnvFamily, Task, make_family
+from verl.agentopsd.groups import group_advantage, group_success_rate
 from verl.agentopsd.models.play import ChatTokens, Episode, PlayConfig, pad, play
 from verl.agentopsd.models.tiny import TINY_ALFWORLD, TinyLM
 from verl.agentopsd.skills.bank import SkillBank

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from verl.agentopsd import credit as credit_module
 from verl.agentopsd import turns as turns_module
-from verl.agentopsd.credit import Credit, CreditConfig, agentopsd_credit, group_advantage, group_success_rate
+from verl.agentopsd.credit import Credit, CreditConfig, agentopsd_credit
+from verl.agentopsd.groups import group_advantage, group_success_rate
 from verl.agentopsd.turns import by_token, by_turn
 
 CONFIGS = {

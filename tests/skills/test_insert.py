@@ -10,6 +10,7 @@ USER = {"role": "user", "content": "U"}
 
 def test_user_position():
     assert with_skill([SYSTEM, USER], "K", "user") == [SYSTEM, {"role": "user", "content": "U\nK"}]
+    assert with_skill([SYSTEM, USER], "K", "before_user") == [SYSTEM, {"role": "user", "content": "K\n\nU"}]
 
 
 def test_system_position():

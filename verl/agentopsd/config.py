@@ -17,11 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from verl.agentopsd import deployment, value_checks
 from verl.agentopsd.credit import CreditConfig
 from verl.agentopsd.horizon import schedule_problem
+from verl.agentopsd.methods import METHODS
+from verl.agentopsd.methods.base import DistillConfig, Method
 from verl.agentopsd.sampling import SamplingConfig
 
-METHODS = ("agentopsd", "grpo")
-TEACHER_SOURCES = ("self",)
-SKILL_POSITIONS = ("system", "user")
+TEACHER_SOURCES = ("self", "ref", "model")
+PRIVILEGES = ("skill", "none", "hindsight", "file")
+KL_ESTIMATORS = ("k2", "k3+")
+SKILL_POSITIONS = ("system", "user", "before_user")
 ON_MISSING_SKILL = ("error", "general")
 BACKENDS = ("exact", "textworld")
 PROMPT_STYLES = ("full", "compact")
@@ -55,6 +58,11 @@ class TeacherConfig:
     """Who rescores the response tokens, and with which text in the prompt."""
 
     source: str = "self"
+    path: str | None = None
+    n_gpus_per_node: int = 0
+    nnodes: int = 1
+    privilege: str = "skill"
+    file: str | None = None
     skills: str = "alfworld"
     skill_position: str = "system"
     on_missing_skill: str = "error"
@@ -77,9 +85,15 @@ class EnvConfig:
     invalid_action_penalty: float = 0.0
 
 
-def method_of(config: DictConfig) -> str:
-    """``agentopsd`` or ``grpo``: what ``algorithm.adv_estimator`` asked for."""
-    return str(config.algorithm.adv_estimator)
+def method_of(config: DictConfig) -> Method:
+    """The method that ``algorithm.adv_estimator`` asked for."""
+    return METHODS[str(config.algorithm.adv_estimator)]
+
+
+def has_teacher(config: DictConfig) -> bool:
+    """Whether a teacher rereads episodes in this run; a loss term of weight 0 needs none."""
+    method = method_of(config)
+    return method.rescored != "none" and (method.loss_term is None or distill_config(config).coef != 0)
 
 
 def credit_config(config: DictConfig) -> CreditConfig:
@@ -89,6 +103,29 @@ def credit_config(config: DictConfig) -> CreditConfig:
     names = {field.name for field in fields(CreditConfig)}
     values = {("lam" if key == "lambda" else key): value for key, value in section.items()}
     return CreditConfig(**{key: value for key, value in values.items() if key in names})
+
+
+def distill_config(config: DictConfig) -> DistillConfig:
+    """The section ``agentopsd.distill``."""
+    return DistillConfig(**_pick(config.agentopsd.distill, DistillConfig))
+
+
+def has_reference(config: DictConfig) -> bool:
+    """Whether the run keeps a frozen reference: for the KL loss, or the base model under a LoRA adapter."""
+    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward or has_lora(config))
+
+
+def has_lora(config: DictConfig) -> bool:
+    model = config.actor_rollout_ref.model
+    rank = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
+    return rank > 0 or model.get("lora_adapter_path") is not None
+
+
+def teacher_gpus(config: DictConfig) -> int:
+    """GPUs of the teacher's own, beside the actor's."""
+    settings = teacher_config(config)
+    own = settings.source == "model" and has_teacher(config)
+    return settings.n_gpus_per_node * settings.nnodes if own else 0
 
 
 def teacher_config(config: DictConfig) -> TeacherConfig:
@@ -149,6 +186,7 @@ def validate(config: DictConfig) -> None:
     problems = [
         *value_checks.problems(config),
         *_method_problems(config),
+        *_teacher_problems(config),
         *_env_problems(config),
         *_sampling_problems(config),
         *_student_skill_problems(config),
@@ -162,7 +200,7 @@ def validate(config: DictConfig) -> None:
 def _method_problems(config: DictConfig) -> list[str]:
     section = config.agentopsd
     checks = [
-        _choice("algorithm.adv_estimator", config.algorithm.adv_estimator, METHODS),
+        _choice("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(METHODS)),
         _number("agentopsd.lambda", section["lambda"], 0, 1),
         _number("agentopsd.gamma", section.gamma, 0, 1),
         _number("agentopsd.bound", section.bound, 0, 1),
@@ -175,11 +213,85 @@ def _method_problems(config: DictConfig) -> list[str]:
         None
         if section.prior == "group"
         else _number("agentopsd.prior", section.prior, 0, 1, open_low=True, open_high=True),
+        _boolean("agentopsd.shuffle_evidence", section.shuffle_evidence),
+        None if section.distill.coef is None else _number("agentopsd.distill.coef", section.distill.coef, 0, None),
+        _number("agentopsd.distill.warmdown_steps", section.distill.warmdown_steps, 0, None, whole=True),
+        _number("agentopsd.distill.pg_coef", section.distill.pg_coef, 0, None),
+        _number("agentopsd.distill.beta", section.distill.beta, 0, None, open_low=True),
+        _choice("agentopsd.distill.kl", section.distill.kl, KL_ESTIMATORS),
         _choice("agentopsd.teacher.source", section.teacher.source, TEACHER_SOURCES),
+        _choice("agentopsd.teacher.privilege", section.teacher.privilege, PRIVILEGES),
+        _number("agentopsd.teacher.n_gpus_per_node", section.teacher.n_gpus_per_node, 0, None, whole=True),
+        _number("agentopsd.teacher.nnodes", section.teacher.nnodes, 1, None, whole=True),
         _choice("agentopsd.teacher.skill_position", section.teacher.skill_position, SKILL_POSITIONS),
         _choice("agentopsd.teacher.on_missing_skill", section.teacher.on_missing_skill, ON_MISSING_SKILL),
     ]
     return [problem for problem in checks if problem]
+
+
+def _teacher_problems(config: DictConfig) -> list[str]:
+    """Combinations of teacher, text and method that cannot work."""
+    section = config.agentopsd
+    if str(config.algorithm.adv_estimator) not in METHODS:
+        return []  # said already
+    method, teacher = method_of(config), section.teacher
+    problems = []
+    if method.loss_term is not None and section.distill.coef is None:
+        problems.append(
+            f"agentopsd.distill.coef is not set: choose method={method.name}, which sets the usual constants, or "
+            "give it"
+        )
+    if method.student_skill and not section.student_skill:
+        problems.append(
+            f"algorithm.adv_estimator={method.name} needs agentopsd.student_skill=true (method={method.name})"
+        )
+    if (teacher.source == "model") != (teacher.path is not None):
+        problems.append(
+            "agentopsd.teacher.source=model needs agentopsd.teacher.path, the folder of the teacher's checkpoint"
+            if teacher.path is None
+            else f"agentopsd.teacher.path={teacher.path} has no effect with agentopsd.teacher.source={teacher.source}: "
+            "set source=model, or leave path out"
+        )
+    if (teacher.privilege == "file") != (teacher.file is not None):
+        problems.append(
+            "agentopsd.teacher.privilege=file needs agentopsd.teacher.file, a YAML or JSON mapping from game ids or "
+            "task types to texts"
+            if teacher.file is None
+            else f"agentopsd.teacher.file={teacher.file} has no effect with agentopsd.teacher.privilege="
+            f"{teacher.privilege}: set privilege=file, or leave file out"
+        )
+    if teacher.n_gpus_per_node and teacher.source != "model":
+        problems.append(
+            f"agentopsd.teacher.n_gpus_per_node={teacher.n_gpus_per_node} belongs to agentopsd.teacher.source=model: a "
+            f"teacher with source={teacher.source} runs on the actor's GPUs"
+        )
+    if not problems and has_teacher(config):
+        problems += _rereading_problems(config)
+    return problems
+
+
+def _rereading_problems(config: DictConfig) -> list[str]:
+    """What a run with a teacher needs."""
+    section, problems = config.agentopsd, []
+    if section.teacher.source == "self" and section.teacher.privilege == "none":
+        problems.append(
+            "agentopsd.teacher.privilege=none with agentopsd.teacher.source=self compares the student with itself, "
+            "every gap is 0: set source=ref or source=model, or another privilege"
+        )
+    if section.teacher.source == "ref" and not has_reference(config):
+        problems.append(
+            "agentopsd.teacher.source=ref needs the reference policy, which this run does not load: set "
+            "actor_rollout_ref.actor.use_kl_loss=true (kl_loss_coef=0 keeps the KL out of the loss), or train a LoRA "
+            "adapter"
+        )
+    if section.student_skill and section.teacher.privilege == "skill":
+        problems.append(
+            "agentopsd.student_skill=true with agentopsd.teacher.privilege=skill shows both the same skill: set "
+            "another privilege, or student_skill=false"
+        )
+    if (config.get("distillation") or {}).get("enabled"):
+        problems.append("distillation.enabled=true is verl's own distillation: switch it off, or use method=grpo")
+    return problems
 
 
 def _env_problems(config: DictConfig) -> list[str]:
@@ -225,15 +337,8 @@ def _sampling_problems(config: DictConfig) -> list[str]:
 
 
 def _student_skill_problems(config: DictConfig) -> list[str]:
-    asked = config.agentopsd.student_skill
-    if problem := _boolean("agentopsd.student_skill", asked):
-        return [problem]
-    if asked and method_of(config) == "agentopsd":
-        return [
-            "agentopsd.student_skill=true with algorithm.adv_estimator=agentopsd: student and teacher would read the "
-            "same prompt and every gap would be 0; use method=grpo with it, or agentopsd.student_skill=false"
-        ]
-    return []
+    problem = _boolean("agentopsd.student_skill", config.agentopsd.student_skill)
+    return [problem] if problem else []
 
 
 def _batch_problems(config: DictConfig) -> list[str]:

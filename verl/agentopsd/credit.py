@@ -64,7 +64,12 @@ class Credit:
 
 @torch.no_grad()
 def agentopsd_credit(
-    advantages: Tensor, gaps: Tensor, turn_ids: Tensor, success_rate: Tensor, config: CreditConfig
+    advantages: Tensor,
+    gaps: Tensor,
+    turn_ids: Tensor,
+    success_rate: Tensor,
+    config: CreditConfig,
+    order: Tensor | None = None,
 ) -> Credit:
     """Re-weights one advantage per trajectory into one per turn; a ValueError names non-finite or disordered input.
 
@@ -73,6 +78,7 @@ def agentopsd_credit(
         gaps: (N,T) log π(y_t | ctx + skill) - log π(y_t | ctx) in nats; read on action tokens only.
         turn_ids: (N,T) long, the turn of each action token, 0..K-1 in order; -1 off the action mask.
         success_rate: (N,) S/G of the row's group.
+        order: (N,K) int64, a control: turn k gets the evidence of turn ``order[:, k]``.
     """
     A = advantages[:, None]
     if config.granularity == "token":
@@ -82,6 +88,7 @@ def agentopsd_credit(
     if not (A.isfinite().all() and e.isfinite().all()):
         bad = int((~A.isfinite()).sum() + (~gaps.isfinite() & (turn_ids >= 0)).sum())
         raise ValueError(f"{bad} base advantages or action-token gaps are not finite: check the rewards and log-probs")
+    e = e if order is None else e.gather(1, order)
     turns = tokens > 0
     n = turns.sum(-1, keepdim=True).clamp(min=1)
     if (turns[:, 1:] & ~turns[:, :-1]).any():
@@ -112,22 +119,6 @@ def agentopsd_credit(
     return Credit(by_token(A_k, turn_ids, off=A * 0), e, B_0, B[:, 1:] * turns, dB, w * turns, turns)
 
 
-def group_success_rate(won: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """S/G per row, (N,) float64, over the group's valid episodes; 0 for a group without any. All inputs (N,)."""
-    return _group_sum(won.double() * valid, group) / _group_sum(valid.double(), group).clamp(min=1)
-
-
-def group_advantage(outcome: Tensor, valid: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO's (R - mean R)/(std R + eps) over the group's valid episodes, sample std; (N,) in ``outcome``'s dtype.
-
-    0 for episodes lost to the environment (not ``valid``) and for a group's only valid one. All inputs (N,)."""
-    valid, G = valid.bool(), _group_sum(valid.double(), group).clamp(min=1)
-    R = outcome.double().where(valid, 0.0)
-    d = (R - _group_sum(R, group) / G).where(valid, 0.0)
-    d = d.where(d.abs() > 1e-12 * R.abs(), 0.0)  # equal outcomes: 0, not the rounding of their mean
-    return (d / ((_group_sum(d.square(), group) / (G - 1).clamp(min=1)).sqrt() + eps)).to(outcome.dtype)
-
-
 def _discounted_sum(e: Tensor, gamma: float) -> Tensor:
     """c_k = γ c_{k-1} + e_k by doubling: after the pass with shift s, c_k holds its last 2s terms."""
     c, s = e, 1
@@ -135,11 +126,6 @@ def _discounted_sum(e: Tensor, gamma: float) -> Tensor:
         c = torch.cat([c[:, :s], c[:, s:] + gamma**s * c[:, :-s]], dim=-1)
         s *= 2
     return c
-
-
-def _group_sum(x: Tensor, group: Tensor) -> Tensor:
-    index = group.unique(return_inverse=True)[1]
-    return torch.zeros_like(x).index_add(0, index, x)[index]
 
 
 if __name__ == "__main__":

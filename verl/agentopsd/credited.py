@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 
-from verl.agentopsd.credit import Credit, CreditConfig, agentopsd_credit
+from verl.agentopsd.credit import Credit, CreditConfig
 from verl.agentopsd.episodes import Episode, padded
 from verl.agentopsd.evaluation.records import EpisodeRecord, episode_record, turn_credits
+from verl.agentopsd.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class CreditedEpisode:
         advantage: A, the same for the whole trajectory.
         token_advantages: (T,) Ã on action tokens, 0 elsewhere.
         success_rate: S/G of the group, over valid episodes.
-        teacher_log_probs: (T,) float32 for a scored episode, None for one whose A is 0 (I8).
+        teacher_log_probs: (T,) float32 for an episode that the teacher reread, else None (I8).
         credit: ``evidence, belief, delta, weights`` of this row, each (K,), and ``prior``; None as above.
     """
 
@@ -67,26 +71,31 @@ def credit_episodes(
     advantages: list[float],
     success_rates: list[float],
     teacher_log_probs: dict[str, torch.Tensor],
+    method: Method,
     rule: CreditConfig,
+    shuffle_seed: Sequence[int] | None = None,
 ) -> tuple[list[CreditedEpisode], Credit | None]:
-    """Applies the credit rule to the episodes that the teacher scored; the others keep their base advantage.
+    """Applies the method's credit rule to the episodes that the teacher reread; the others keep their base advantage.
 
     Args:
         advantages: A per episode.
         success_rates: S/G per episode.
         teacher_log_probs: (T,) by episode key.
+        shuffle_seed: gives every episode its turns' evidence in an order drawn from this seed and its key.
     """
     scored = [index for index, episode in enumerate(episodes) if episode.key in teacher_log_probs]
     credit = None
-    if scored:
+    if scored and method.credit is not None:
         rows = [episodes[index] for index in scored]
         gaps = [(teacher_log_probs[e.key] - e.old_log_probs) * e.action_mask for e in rows]
-        credit = agentopsd_credit(
-            advantages=torch.tensor([advantages[index] for index in scored], dtype=torch.float32),
-            gaps=padded(gaps, 0.0),
-            turn_ids=padded([episode.turn_ids() for episode in rows], -1),
-            success_rate=torch.tensor([success_rates[index] for index in scored], dtype=torch.float64),
-            config=rule,
+        turn_ids = padded([episode.turn_ids() for episode in rows], -1)
+        credit = method.credit(
+            torch.tensor([advantages[index] for index in scored], dtype=torch.float32),
+            padded(gaps, 0.0),
+            turn_ids,
+            torch.tensor([success_rates[index] for index in scored], dtype=torch.float64),
+            rule,
+            **({} if shuffle_seed is None else {"order": shuffled(rows, turn_ids, shuffle_seed)}),
         )
     row_of = {index: row for row, index in enumerate(scored)}
     credited = []
@@ -107,6 +116,17 @@ def credit_episodes(
             )
         )
     return credited, credit
+
+
+def shuffled(episodes: Sequence[Episode], turn_ids: torch.Tensor, seed: Sequence[int]) -> torch.Tensor:
+    """(N,K) int64: a random order of each row's turns that depends on ``seed`` and the episode's key alone (I10)."""
+    turns = max(int(turn_ids.max()) + 1, 1)
+    order = torch.arange(turns).repeat(len(episodes), 1)
+    for row, episode in enumerate(episodes):
+        own = int(turn_ids[row].max()) + 1
+        generator = np.random.default_rng([*seed, crc32(episode.key.encode())])
+        order[row, :own] = torch.from_numpy(generator.permutation(own))
+    return order
 
 
 def row_credit(credit: Credit, row: int) -> dict[str, Any]:

@@ -19,9 +19,22 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.console import Console
 
-from verl.agentopsd import preflight, run_guard
-from verl.agentopsd.config import ConfigError, env_config, method_of, register_resolvers, suggest, validate
+from verl.agentopsd import run_guard
+from verl.agentopsd.config import (
+    ConfigError,
+    env_config,
+    has_teacher,
+    method_of,
+    register_resolvers,
+    suggest,
+    teacher_config,
+    validate,
+)
+from verl.agentopsd.doctor import report as output
+from verl.agentopsd.doctor.examine import examine
+from verl.agentopsd.doctor.finding import Level
 from verl.agentopsd.horizon import describe
 from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
@@ -89,15 +102,34 @@ def _has_distribution(name: str) -> bool:
     return True
 
 
+def constants(config: DictConfig) -> str:
+    """The constants that the method reads."""
+    method, rule, distill = method_of(config), config.agentopsd, config.agentopsd.distill
+    if method.loss_term is not None:
+        return f"coef {distill.coef}  pg_coef {distill.pg_coef}"
+    return f"λ {rule['lambda']}  γ {rule.gamma}  b {rule.bound}" if method.credit is not None else "no credit"
+
+
+def teacher_line(config: DictConfig) -> str:
+    """Who rereads the episodes, and with which text."""
+    settings = teacher_config(config)
+    if not has_teacher(config):
+        return "none"
+    weights = {"self": "the actor before the update", "ref": "the frozen reference", "model": str(settings.path)}
+    text = settings.skills if settings.privilege == "skill" else settings.file or ""
+    return f"{weights[settings.source]}, reads {settings.privilege} {text}".rstrip()
+
+
 def plan(config: DictConfig) -> str:
     """What the run is going to do, in a few lines."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     rule = config.agentopsd
-    credit = f"λ {rule['lambda']}  γ {rule.gamma}  b {rule.bound}" if method_of(config) == "agentopsd" else "off"
+    method = method_of(config)
     lines = {
         "run": config.run_dir,
         "model": config.actor_rollout_ref.model.path,
-        "method": f"{method_of(config)}   credit: {credit}   base: {rule.base_estimator}",
+        "method": f"{method.name}   {constants(config)}   base: {rule.base_estimator}",
+        "teacher": teacher_line(config),
         "update": f"{data.train_batch_size} games × {rollout.n} episodes, "
         f"at most {describe(env_config(config).max_turns_schedule, config.env.max_turns)}, "
         f"mini-batches of {config.actor_rollout_ref.actor.ppo_mini_batch_size} games",
@@ -168,8 +200,14 @@ def train(overrides: list[str], dry_run: bool = False, allowed_changes: Sequence
     environment = prepare(config)
     run_guard.check_unchanged(config, allowed_changes)
     run_guard.check_checkpoint(config)
-    notes = preflight.check(config)
-    print("\n".join([plan(config), *notes]), flush=True)
+    print(plan(config), flush=True)
+    report = examine(config, rehearse=dry_run)
+    if dry_run:
+        output.show(report, Console())
+    else:
+        output.show_briefly(report, Console(soft_wrap=True))
+    if errors := report.of(Level.ERROR):
+        raise ConfigError("\n".join(finding.text for finding in errors))
     if dry_run:
         return
     from verl.agentopsd.task_runner import run

@@ -26,12 +26,13 @@ SATURATED = 0.01
 """A belief this close to 0 or 1 is saturated: more evidence of the same sign moves it no further."""
 
 
-def credit_metrics(credit: Credit, rule: CreditConfig) -> dict[str, float]:
+def credit_metrics(credit: Credit, rule: CreditConfig, believes: bool = True) -> dict[str, float]:
     """``credit/``: size of the evidence, way of the belief, spread of the weights.
 
     Args:
         credit: of the rows that were scored; rows without turns are left out.
         rule: the constants it was computed with.
+        believes: the rule has a belief; without one its metrics would be those of the prior.
     """
     turns = _array(credit.turn_mask).astype(bool)
     rows = turns.any(axis=1)
@@ -41,7 +42,7 @@ def credit_metrics(credit: Credit, rule: CreditConfig) -> dict[str, float]:
     e, B, dB, w = (_array(x)[rows] for x in (credit.evidence, credit.belief, credit.delta, credit.weights))
     last = turns.sum(axis=1) - 1
     at_bound = (w <= 1 - rule.bound) | (w >= 1 + rule.bound)
-    return {
+    found = {
         "credit/evidence_mean": _mean_of_rows(e, turns),
         "credit/evidence_abs_mean": _mean_of_rows(np.abs(e), turns),
         "credit/delta_b_abs_mean": _mean_of_rows(np.abs(dB), turns),
@@ -54,6 +55,8 @@ def credit_metrics(credit: Credit, rule: CreditConfig) -> dict[str, float]:
         "credit/saturated_frac": _mean_of_rows((B < SATURATED) | (B > 1 - SATURATED), turns),
         "credit/lambda": float(rule.lam),
     }
+    of_belief = ("credit/delta_b", "credit/belief", "credit/saturated")
+    return {name: value for name, value in found.items() if believes or not name.startswith(of_belief)}
 
 
 def group_metrics(
@@ -94,16 +97,23 @@ def group_metrics(
 
 
 def teacher_metrics(
-    gaps: Sequence[ArrayLike], *, rows_skipped: int, tokens: int, skill_fallbacks: int, seconds: float
+    gaps: Sequence[ArrayLike],
+    *,
+    rows_skipped: int,
+    tokens: int,
+    skill_fallbacks: int,
+    seconds: float,
+    without_text: int | None = None,
 ) -> dict[str, float]:
-    """``teacher/``: how much the skill changes the log-probs of the sampled tokens, and what scoring cost.
+    """``teacher/``: how much the teacher changes the log-probs of the sampled tokens, and what scoring cost.
 
     Args:
         gaps: per scored row its action tokens' gaps in nats.
-        rows_skipped: rows that were not scored because their advantage is 0.
+        rows_skipped: rows that were not scored: A is 0 and the method needs no more, or the environment lost them.
         tokens: tokens of the scored rows, prompt included.
         skill_fallbacks: games without a skill that were scored with the fall-back.
         seconds: wall time of the scoring.
+        without_text: rows without a won sibling, or whose commands do not fit (``privilege=hindsight`` only).
     """
     rows = [row for row in map(_array, gaps) if row.size]
     metrics = {
@@ -113,6 +123,8 @@ def teacher_metrics(
         "teacher/skill_fallbacks": float(skill_fallbacks),
         "teacher/seconds": float(seconds),
     }
+    if without_text is not None:
+        metrics["teacher/without_hindsight"] = float(without_text)
     if rows:
         metrics["teacher/gap_mean"] = float(np.mean([row.mean() for row in rows]))
         metrics["teacher/gap_abs_mean"] = float(np.mean([np.abs(row).mean() for row in rows]))

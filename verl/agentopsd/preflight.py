@@ -9,26 +9,25 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.agentopsd.config import ConfigError, dynamic_row_limit, env_section, method_of, teacher_config
+from verl.agentopsd.config import ConfigError, dynamic_row_limit, env_section, has_teacher, teacher_config
+from verl.agentopsd.doctor.shapes import KNOWN
 from verl.agentopsd.envs.base import EnvFamily, Message, Task, make_family
 from verl.agentopsd.evaluation.panel import spread
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
+from verl.agentopsd.teacher_preflight import check_teacher, longest_teacher_prompt
 
 GAMES_PER_SPLIT = 60
 """So many games of each split have their prompt rendered; the rollout checks every prompt again."""
 
 
-def check(config: DictConfig) -> list[str]:
-    """Looks at everything that needs no worker.
-
-    Returns:
-        Notes for the plan: what was found, and what could not be checked here.
+def games(config: DictConfig) -> tuple[EnvFamily, dict[str, list[Task]]]:
+    """The environment and the games of every split that the run reads.
 
     Raises:
-        ConfigError: prompts or teacher rows that do not fit, with the arithmetic.
-        Exception: the environment's or the skill bank's own error when games or skills are missing.
+        ConfigError: an engine that is not installed, an unknown split, or fewer games than an update plays.
+        Exception: the environment's own error when games are missing.
     """
     if config.env.get("backend") == "textworld" and find_spec("textworld") is None:
         raise ConfigError(
@@ -42,21 +41,42 @@ def check(config: DictConfig) -> list[str]:
         raise ConfigError(
             f"data.train_files={config.data.train_files}, data.val_files={config.data.val_files}: {error}"
         ) from error
-    notes = [f"games    {', '.join(f'{split} {len(games)}' for split, games in tasks.items())}"]
+    check_number_of_games(config, tasks)
+    return family, tasks
+
+
+def check_number_of_games(config: DictConfig, tasks: dict[str, list[Task]]) -> None:
+    """The games of one update are different games.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    files, limit = config.data.train_files, int(config.data.get("train_max_samples", -1))
+    names = [files] if isinstance(files, str) else list(files)
+    found = sum(len(tasks[name]) if limit < 0 else min(len(tasks[name]), limit) for name in names)
+    if found < config.data.train_batch_size:
+        raise ConfigError(
+            f"an update plays data.train_batch_size={config.data.train_batch_size} different games, but "
+            f"data.train_files={files} has {found}: lower it (and the actor's ppo_mini_batch_size), or add games"
+        )
+
+
+def skills(config: DictConfig, family: EnvFamily) -> SkillBank:
+    """The teacher's texts; a missing one raises the bank's own error."""
     settings = teacher_config(config)
-    bank = SkillBank.load(settings.skills, family.task_types, on_missing=settings.on_missing_skill)
-    path = str(config.actor_rollout_ref.model.path)
-    if not Path(path).is_dir():
-        return [*notes, f"lengths  not checked here: {path} is not a local folder, its tokenizer comes with the run"]
-    return [*notes, _check_lengths(config, family, tasks, bank, chat_format(config, path))]
+    return SkillBank.load(settings.skills, family.task_types, on_missing=settings.on_missing_skill)
 
 
 def splits(config: DictConfig) -> list[str]:
     """The splits that the run reads, each once."""
-    names: list[str] = []
-    for files in (config.data.train_files, config.data.val_files):
-        names += [files] if isinstance(files, str) else list(files)
-    return list(dict.fromkeys(names))
+    files = config.data.val_files
+    return list(dict.fromkeys([*training_splits(config), *([files] if isinstance(files, str) else files)]))
+
+
+def training_splits(config: DictConfig) -> list[str]:
+    """The splits whose games are trained on."""
+    files = config.data.train_files
+    return [files] if isinstance(files, str) else list(files)
 
 
 def chat_format(config: DictConfig, path: str) -> ChatFormat:
@@ -104,31 +124,35 @@ def check_prompt(config: DictConfig, prompt: int, game: str) -> int | None:
     return limit
 
 
-def _check_lengths(
+def check_lengths(
     config: DictConfig, family: EnvFamily, tasks: dict[str, list[Task]], bank: SkillBank, chat: ChatFormat
 ) -> str:
+    """Prompts and teacher rows of some games of every split, tokenized: one line of arithmetic, or a ConfigError."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     exact = make_family({**env_section(config), "backend": "exact"})  # same texts, without starting an engine
     position = teacher_config(config).skill_position
-    longest, longest_skilled = (0, ""), (0, "")
+    check_teacher(config, [task for name in training_splits(config) for task in tasks[name]], chat)
+    longest, longest_read = (0, ""), (0, "")
     for task, messages in openings(exact, tasks):
-        longest = max(longest, (len(chat.initial_ids(messages)), task.game_id))
-        if method_of(config) == "agentopsd":
-            skilled = chat.initial_ids(with_skill(messages, bank.text(task.task_type), position))
-            longest_skilled = max(longest_skilled, (len(skilled), task.game_id))
+        shown = messages
+        if config.agentopsd.student_skill:
+            shown = with_skill(messages, bank.text(task.task_type), position)
+        longest = max(longest, (len(chat.initial_ids(shown)), task.game_id))
+        if has_teacher(config):
+            longest_read = max(longest_read, (longest_teacher_prompt(config, chat, bank, task, shown), task.game_id))
     bank.fallbacks.clear()
     prompt, game = longest
     limit = check_prompt(config, prompt, game)
-    teacher, game = longest_skilled
+    teacher, game = longest_read
     row = teacher + data.max_response_length
     if limit is not None and row > limit:
         raise ConfigError(
-            f"the teacher's row of {game} can have {teacher} prompt and skill + {data.max_response_length} response = "
-            f"{row} tokens, but a row may have {limit}; skills are never cut: lower data.max_response_length to "
-            f"{limit - teacher}, shorten the skill, or raise the limit"
+            f"the teacher's row of {game} can have {teacher} prompt and privileged text + {data.max_response_length} "
+            f"response = {row} tokens, but a row may have {limit}; privileged text is never cut: lower "
+            f"data.max_response_length to {limit - teacher}, shorten the text, or raise the limit"
         )
     return (
-        f"tokens   longest prompt {prompt} of {data.max_prompt_length}, with skill {teacher}; "
+        f"longest prompt {prompt} of {data.max_prompt_length}, the teacher's {teacher}; "
         f"row {row} of {limit or 'no limit'}; rollout {rollout.max_model_len}"
     )
 
@@ -138,7 +162,9 @@ def row_limit(config: DictConfig) -> int | None:
     from transformers import AutoConfig
 
     limits: list[Any] = []
-    if Path(str(config.actor_rollout_ref.model.path)).is_dir():
+    if known_shape := KNOWN.get(str(config.actor_rollout_ref.model.path)):
+        limits.append(known_shape.positions)
+    elif Path(str(config.actor_rollout_ref.model.path)).is_dir():
         model = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
         limits.append(getattr(model.get_text_config(), "max_position_embeddings", None))
     limits.append(dynamic_row_limit(config))

@@ -23,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
+from verl.agentopsd.doctor import resources
+from verl.agentopsd.ray_auth import use_token_if_there
 from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.platform.loopback import loopback_only
@@ -141,6 +143,7 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         given = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}
         given["env_vars"] = {**defaults.pop("env_vars"), **given.get("env_vars", {})}
         if os.environ.get("RAY_ADDRESS"):
+            use_token_if_there()
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
         elif config.trainer.device == "cpu":
@@ -149,14 +152,9 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
             loopback_only()
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
-    needed = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    available = int(ray.cluster_resources().get("GPU", 0))
-    if available < needed:
-        raise ResourceError(
-            f"the run needs {needed} GPUs (trainer.nnodes {config.trainer.nnodes} × trainer.n_gpus_per_node "
-            f"{config.trainer.n_gpus_per_node}) but the Ray cluster has {available}: lower them, add nodes, or stop "
-            "the running cluster (ray stop) and unset RAY_ADDRESS to start a local one"
-        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if problem := resources.cluster_problem(resources.needs(config), nodes):
+        raise ResourceError(problem)
 
 
 def init_ray(options: dict[str, Any]) -> None:

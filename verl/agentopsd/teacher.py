@@ -1,7 +1,7 @@
-"""The teacher: the policy that reads an episode again with privileged text in its prompt.
+"""The teacher: the policy that reads an episode again, with privileged text in its prompt or with other weights.
 
 For each episode the response ids stay exactly what the student sampled; only the prompt changes. The gap between the
-two log-probabilities of an action token is the evidence that the credit rule uses.
+two log-probabilities of an action token is the evidence that a method uses.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from verl.workers.utils.padding import response_from_nested
 
 from verl.agentopsd.config import ConfigError, TeacherConfig
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.privilege import Privilege
 from verl.agentopsd.rollout.chat import ChatFormat
-from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
 
 LogProbFn = Callable[[TensorDict], TensorDict]
@@ -27,13 +27,14 @@ LogProbFn = Callable[[TensorDict], TensorDict]
 
 @dataclass
 class TeacherPolicy:
-    """Scores response tokens with a skill in the prompt: the engine and weights of ``old_log_probs``.
+    """Scores response tokens behind another prompt.
 
     Args:
-        config: where the text comes from and where it goes.
+        config: whose weights, and where the text goes. With ``source=self`` the forward pass is the one that gave
+            ``old_log_probs``: same engine, same weights (I5).
         chat: renders prompts exactly as the rollout does.
-        bank: skills by task type.
-        compute_log_prob: the actor's forward pass, no gradient.
+        privilege: finds each episode's text.
+        compute_log_prob: the teacher's forward pass, no gradient.
         temperature: the sampling temperature, which also scales the logits of ``old_log_probs``.
         max_length: tokens that fit in one row; a longer row is refused, a skill is never cut.
         row_multiple: the number of rows per call must be a multiple of this (data-parallel size × micro-batch).
@@ -41,51 +42,67 @@ class TeacherPolicy:
 
     config: TeacherConfig
     chat: ChatFormat
-    bank: SkillBank
+    privilege: Privilege
     compute_log_prob: LogProbFn
     temperature: float
     max_length: int
     row_multiple: int = 1
-    skill_fallbacks: int = 0
     tokens: int = 0
+    without_text: list[str] = field(default_factory=list)
     _prompts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
-    def prompt_ids(self, episode: Episode) -> torch.Tensor:
-        """(P',) int64: the episode's opening messages with the skill for its task type."""
-        facts = episode.facts
-        key = (facts["game_id"], facts["task_type"])
+    def prompt_ids(self, episode: Episode, text: str | None) -> torch.Tensor:
+        """(P',) int64: the episode's opening messages with ``text``; its own prompt when there is none."""
+        if text is None:
+            return episode.prompt_ids
+        key = (episode.facts["game_id"], text)
         if key not in self._prompts:
-            messages = with_skill(facts["messages"], self.bank.text(facts["task_type"]), self.config.skill_position)
+            messages = with_skill(episode.facts["messages"], text, self.config.skill_position)
             self._prompts[key] = self.chat.initial_ids(messages)
         return torch.tensor(self._prompts[key], dtype=torch.int64)
 
-    def log_probs(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
-        """(T,) float32 per episode: teacher log-probability of every response token, in the order given."""
-        if not episodes:
-            return []
+    def log_probs(self, episodes: Sequence[Episode], among: Sequence[Episode] = ()) -> list[torch.Tensor]:
+        """(T,) float32 per episode: teacher log-probability of every response token, in the order given.
+
+        Sets ``tokens``, the length of all rows that were forwarded, and ``without_text``, the keys of the episodes for
+        which there was no privileged text. The student itself without text is not asked again: its answer is
+        ``old_log_probs``.
+
+        Args:
+            among: all episodes of the update, where hindsight looks for a sibling.
+        """
         self._prompts.clear()
-        self.tokens = 0
-        rows = [self._row(episode) for episode in episodes]
+        self.tokens, self.without_text = 0, []
+        texts = self.privilege.texts(episodes, among)
+        if self.config.privilege == "hindsight":  # its length is known only now; left out whole rather than cut
+            texts = [text if self._fits(one, text) else None for one, text in zip(episodes, texts, strict=True)]
+        self.without_text = [one.key for one, text in zip(episodes, texts, strict=True) if text is None]
+        result = [episode.old_log_probs.clone() for episode in episodes]
+        asked = [i for i, text in enumerate(texts) if text is not None or self.config.source != "self"]
+        if not asked:
+            return result
+        rows = {i: self._row(episodes[i], texts[i]) for i in asked}
+        self.tokens = sum(map(len, rows.values()))
         # neighbours of similar length share a micro-batch, so that little of it is padding
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        order = sorted(asked, key=lambda i: len(rows[i]))
         padded_order = order + [order[0]] * (-len(order) % self.row_multiple)
         scored = self._score([rows[i] for i in padded_order], [episodes[i].response_ids for i in padded_order])
-        result: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        for position, index in enumerate(order):
-            result[index] = scored[position]
+        for index, log_probs in zip(order, scored, strict=False):  # the rest is padding
+            result[index] = log_probs
         return result
 
-    def _row(self, episode: Episode) -> torch.Tensor:
-        row = torch.cat([self.prompt_ids(episode), episode.response_ids])
+    def _fits(self, episode: Episode, text: str | None) -> bool:
+        return len(self.prompt_ids(episode, text)) + len(episode.response_ids) <= self.max_length
+
+    def _row(self, episode: Episode, text: str | None) -> torch.Tensor:
+        row = torch.cat([self.prompt_ids(episode, text), episode.response_ids])
         if len(row) > self.max_length:
             prompt = len(row) - len(episode.response_ids)
             raise ConfigError(
-                f"{episode.facts['game_id']}: teacher prompt {prompt} + response "
-                f"{len(episode.response_ids)} = {len(row)} tokens, but a row may have {self.max_length}. "
-                "Skills are never cut: raise actor_rollout_ref.rollout.max_model_len (and the micro-batch token "
-                "limits) or shorten the skill."
+                f"{episode.facts['game_id']}: teacher prompt {prompt} + response {len(episode.response_ids)} = "
+                f"{len(row)} tokens, but a row may have {self.max_length}. Privileged text is never cut: raise the "
+                "micro-batch token limits, shorten the text, or lower data.max_response_length."
             )
-        self.tokens += len(row)
         return row
 
     def _score(self, rows: list[torch.Tensor], responses: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,15 +1,15 @@
 """verl's synchronous trainer with turn-level credit: the only file that touches verl's training loop.
 
 One update, in verl's order: rollout → old log-probs → (reference) → **advantage** → policy update → weight sync. Only
-the advantage stage differs: after verl's base estimator has given every trajectory its advantage A, the teacher
-rescores the trajectories with A ≠ 0 and the credit rule spreads A over their turns.
+the advantage stage differs: after verl's base estimator has given every trajectory its advantage A, the teacher rereads
+those that the method asks for (with AgentOPSD: A ≠ 0) and the method spreads A over their turns. A method with a loss
+term hands the teacher's log-probs on to the policy update.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import HFModelConfig
 
 from verl.agentopsd import contract
 from verl.agentopsd import metrics as step_metrics
@@ -31,14 +30,14 @@ from verl.agentopsd.config import (
     TeacherConfig,
     credit_config,
     data_parallel_size,
-    dynamic_row_limit,
+    distill_config,
     env_config,
     env_section,
+    has_teacher,
     method_of,
     sampling_config,
     teacher_config,
 )
-from verl.agentopsd.credit import group_success_rate
 from verl.agentopsd.credited import CreditedEpisode, credit_episodes
 from verl.agentopsd.dataset import EpisodeDataset
 from verl.agentopsd.durable import DurableTrainer, ValidationCut
@@ -50,22 +49,28 @@ from verl.agentopsd.evaluation.output import with_outcome_hash
 from verl.agentopsd.evaluation.panel import panel_hash
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
 from verl.agentopsd.evaluation.summary import finished
+from verl.agentopsd.groups import group_success_rate
 from verl.agentopsd.horizon import max_turns_at
+from verl.agentopsd.methods.loss import COEF, distilled_loss
 from verl.agentopsd.penalty import penalised, penalty_metrics, with_penalties
+from verl.agentopsd.privilege import privilege_of
 from verl.agentopsd.replay import RolloutFailed
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.sampling import DifficultySampler, difficulty_dataloader, outcomes_by_game
 from verl.agentopsd.skills.bank import SkillBank, SkillLeak
 from verl.agentopsd.teacher import TeacherPolicy
+from verl.agentopsd.teacher_model import require_same_vocabulary, teacher_tokenizer
+from verl.agentopsd.teacher_weights import teacher_weights
 
 
 @register_trainer("agentopsd")
 class AgentOPSDTrainer(DurableTrainer):
-    """``trainer.v1.trainer_mode=agentopsd``; ``algorithm.adv_estimator`` chooses ``agentopsd`` or ``grpo``."""
+    """``trainer.v1.trainer_mode=agentopsd``; ``algorithm.adv_estimator`` names the method."""
 
     def __init__(self, config: DictConfig):
         self.method = method_of(config)
+        self.rereads = has_teacher(config)
         with open_dict(config):
             # any other mode name selects upstream's asynchronous replay buffer
             config.trainer.v1.trainer_mode = "sync"
@@ -75,6 +80,7 @@ class AgentOPSDTrainer(DurableTrainer):
             config.trainer.rollout_data_dir = str(Path(config.run_dir) / "rollouts")
         super().__init__(config)
         self.credit_rule = credit_config(config)
+        self.distill = distill_config(config)
         self.env = env_config(config)
         self.data_parallel_size = data_parallel_size(config)
         self._credited: list[CreditedEpisode] = []
@@ -88,7 +94,11 @@ class AgentOPSDTrainer(DurableTrainer):
         settings = teacher_config(self.config)
         task_types = make_family(env_section(self.config)).task_types
         self.bank = SkillBank.load(settings.skills, task_types, on_missing=settings.on_missing_skill)
-        self.teacher = self._build_teacher(settings) if self.method == "agentopsd" else None
+        self.teacher = self._build_teacher(settings) if self.rereads else None
+        if self.method.loss_term is not None:
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            loss = functools.partial(distilled_loss, config=actor, method=self.method.name, distill=self.distill)
+            self.actor_rollout_wg.set_loss_fn(loss)
 
     def _init_dataloader(self) -> None:
         """Upstream's, with our own choice of games if that is asked for; upstream saves and restores its state too."""
@@ -104,27 +114,18 @@ class AgentOPSDTrainer(DurableTrainer):
         return {str(name): value for name, value in settings.items()}
 
     def _build_teacher(self, settings: TeacherConfig) -> TeacherPolicy:
+        if settings.source == "model":
+            require_same_vocabulary(self.tokenizer, teacher_tokenizer(settings), settings.path)
+        weights = teacher_weights(self)
         return TeacherPolicy(
             config=settings,
             chat=self.chat,
-            bank=self.bank,
-            compute_log_prob=self.actor_rollout_wg.compute_log_prob,
+            privilege=privilege_of(settings, self.bank),
+            compute_log_prob=weights.compute_log_prob,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
-            max_length=self._longest_row(),
-            row_multiple=self._row_multiple(),
+            max_length=weights.max_length,
+            row_multiple=weights.row_multiple,
         )
-
-    def _longest_row(self) -> int:
-        """Tokens that one row of the training engine may have."""
-        model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
-        positions = getattr(model.hf_config.get_text_config(), "max_position_embeddings", None)
-        limits = [positions, dynamic_row_limit(self.config)]
-        return min((int(limit) for limit in limits if limit), default=sys.maxsize)
-
-    def _row_multiple(self) -> int:
-        rollout = self.config.actor_rollout_ref.rollout
-        micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
-        return self.data_parallel_size * micro_batch
 
     # -- rollout -------------------------------------------------------------------------------------------------
 
@@ -168,12 +169,15 @@ class AgentOPSDTrainer(DurableTrainer):
         success_rates = self._success_rates(episodes)
         teacher_log_probs = self._teacher_log_probs(episodes, advantages, metrics)
         rule = dataclasses.replace(self.credit_rule, lam=self.credit_rule.lambda_at(self.global_steps - 1))
-        self._credited, credit = credit_episodes(episodes, advantages, success_rates, teacher_log_probs, rule)
+        shuffle = [self.env.seed, self.global_steps] if self.config.agentopsd.shuffle_evidence else None
+        self._credited, credit = credit_episodes(
+            episodes, advantages, success_rates, teacher_log_probs, self.method, rule, shuffle
+        )
         batch = self._write_advantages(batch)
         metrics.update(self._episode_metrics(episodes, advantages))
         metrics.update(self._schedule_metrics(episodes, advantages))
         if credit is not None:
-            metrics.update(step_metrics.credit_metrics(credit, rule))
+            metrics.update(step_metrics.credit_metrics(credit, rule, believes=self.method.believes))
         return batch
 
     def _check_episodes(self, episodes: list[Episode]) -> None:
@@ -218,13 +222,17 @@ class AgentOPSDTrainer(DurableTrainer):
     def _teacher_log_probs(
         self, episodes: list[Episode], advantages: list[float], metrics: dict
     ) -> dict[str, torch.Tensor]:
-        """(T,) by key, for the episodes with A ≠ 0 (I8); empty for a run without the method."""
-        if self.teacher is None:
+        """(T,) by key, for the episodes that the method asks for: with A ≠ 0 (I8), or all valid ones."""
+        if self.teacher is None or (self.method.loss_term is not None and self._distill_coef() == 0.0):
             return {}
         rows = [episode for episode, advantage in zip(episodes, advantages, strict=True) if advantage != 0.0]
+        if self.method.rescored == "valid":
+            rows = [episode for episode in episodes if episode.valid]
         started = time.perf_counter()
         with self._limited("teacher"):
-            log_probs = self.teacher.log_probs(rows)
+            log_probs = self.teacher.log_probs(rows, among=episodes)
+        by_key = {row.key: scored for row, scored in zip(rows, log_probs, strict=True)}
+        contract.check_teacher({row.key: row for row in rows}, by_key, self.global_steps, self.run_dir)
         gaps = [(scored - row.old_log_probs)[row.action_mask] for row, scored in zip(rows, log_probs, strict=True)]
         metrics.update(
             step_metrics.teacher_metrics(
@@ -233,9 +241,18 @@ class AgentOPSDTrainer(DurableTrainer):
                 tokens=self.teacher.tokens,
                 skill_fallbacks=sum(self.bank.fallbacks.values()),
                 seconds=time.perf_counter() - started,
+                without_text=len(self.teacher.without_text) if self.teacher.config.privilege == "hindsight" else None,
             )
         )
-        return {row.key: scored for row, scored in zip(rows, log_probs, strict=True)}
+        return by_key
+
+    def _distill_coef(self) -> float:
+        return self.distill.coef_at(self.global_steps - 1)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if self.method.loss_term is not None:
+            batch.extra_info[COEF] = metrics["distill/coef"] = self._distill_coef()
+        return super()._update_actor(batch, metrics)
 
     def _write_advantages(self, batch: KVBatchMeta) -> KVBatchMeta:
         for credited in self._credited:
@@ -245,14 +262,33 @@ class AgentOPSDTrainer(DurableTrainer):
                 )
         p = self.env.invalid_action_penalty
         by_key = {one.episode.key: penalised(one.episode, one.token_advantages.float(), p) for one in self._credited}
+        if self.method.loss_term is not None:
+            # the clipped loss is homogeneous in the advantages: scaling them weighs the policy gradient
+            by_key = {key: advantages * self.distill.pg_coef for key, advantages in by_key.items()}
         shapes = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         rows = [
             by_key.get(key, torch.zeros(len(mask)))
             for key, mask in zip(batch.keys, shapes["response_mask"].unbind(), strict=True)
         ]
         nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        fields = TensorDict({"advantages": nested, "returns": nested.clone()}, batch_size=len(batch))
+        columns = {"advantages": nested, "returns": nested.clone()}
+        if self.method.loss_term is not None and self.teacher is not None:
+            columns |= self._teacher_columns(batch, [len(row) for row in rows])
+        fields = TensorDict(columns, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _teacher_columns(self, batch: KVBatchMeta, lengths: list[int]) -> dict[str, torch.Tensor]:
+        """What the loss term reads, jagged (N,T): the teacher's log-probs, and where it gave any."""
+        reread = {one.episode.key: one for one in self._credited if one.teacher_log_probs is not None}
+        log_probs, masks = [], []
+        for key, length in zip(batch.keys, lengths, strict=True):
+            one = reread.get(key)
+            log_probs.append(torch.zeros(length) if one is None else one.teacher_log_probs)
+            masks.append(torch.zeros(length, dtype=torch.int64) if one is None else one.episode.action_mask.long())
+        return {
+            "teacher_log_probs": torch.nested.as_nested_tensor(log_probs, layout=torch.jagged),
+            "action_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
+        }
 
     def _episode_metrics(self, episodes: list[Episode], advantages: list[float]) -> dict[str, float]:
         facts = [episode.facts for episode in episodes]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from verl.agentopsd.envs.base import Message
 
-POSITIONS = ("system", "user")
+POSITIONS = ("system", "user", "before_user")
 
 
 def with_skill(messages: Sequence[Message], skill: str, position: str = "system") -> list[Message]:
@@ -16,7 +16,8 @@ def with_skill(messages: Sequence[Message], skill: str, position: str = "system"
         messages: the opening chat, without a skill.
         skill: the text, not empty.
         position: ``system``: below the system message, after an empty line (a system message is made if there is
-            none). ``user``: below the first user message, on the next line.
+            none). ``user``: at the end of the first user message, on the next line. ``before_user``: at its head,
+            followed by an empty line.
 
     Raises:
         ValueError: the position is unknown, the skill is empty or there is no user message.
@@ -34,6 +35,7 @@ def with_skill(messages: Sequence[Message], skill: str, position: str = "system"
         return result
     for message in result:
         if message["role"] == "user":
-            message["content"] += "\n" + skill
+            content = message["content"]
+            message["content"] = f"{content}\n{skill}" if position == "user" else f"{skill}\n\n{content}"
             return result
     raise ValueError("the chat has no user message to add the skill to")
