@@ -44,7 +44,7 @@ def _dataset(config: DictConfig) -> Finding:
 def _agent_loop(config: DictConfig) -> Finding:
     from hydra.utils import get_class
 
-    loops = OmegaConf.load(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    loops: Any = OmegaConf.load(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     wanted = config.actor_rollout_ref.rollout.agent.default_agent_loop
     targets = {str(loop.name): str(loop._target_) for loop in loops}
     if wanted not in targets:

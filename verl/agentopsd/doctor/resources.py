@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -161,7 +162,7 @@ def cluster_nodes(address: str) -> list[dict[str, float]]:
     joined = ray.is_initialized()
     if not joined:
         use_token_if_there()
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     try:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
     finally:

@@ -103,6 +103,11 @@ class ChatFormat:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the format was learned from."""
+        return self._tokenizer
+
     def token(self, token_id: int) -> str:
         """The text of one token, for messages."""
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
