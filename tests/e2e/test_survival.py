@@ -101,7 +101,7 @@ def digest(folder: Path) -> str:
         ("driver", "teacher", None),
         ("driver", "update", None),
         ("driver", "saving", None),
-        ("server", "rollout", "games could not be played|the rollout server 0 has died"),
+        ("engine", "rollout", "games could not be played|the rollout server 0 has died"),
         ("player", "rollout", "the agent-loop worker 0 has died"),
         ("learner", "update", "a worker process has died: .*continues from the last checkpoint"),
     ],

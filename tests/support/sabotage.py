@@ -1,9 +1,9 @@
 """Runs the main command and strikes it at a chosen moment: ``python sabotage.py VICTIM MOMENT STEP LOG -- ARGUMENTS``.
 
-VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``player``, ``learner``
-(SIGKILL to the vLLM server, the agent-loop worker, the training worker). MOMENT: ``rollout``, ``saving`` or the name
-of a stage with a limit. The blow falls in update STEP. Before it, LOG gets all that the run listens on: a JSON list of
-process and address.
+VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``engine``, ``player``,
+``learner`` (SIGKILL to the vLLM server, its engine, the agent-loop worker, the training worker). MOMENT: ``rollout``,
+``saving`` or the name of a stage with a limit. The blow falls in update STEP. Before it, LOG gets all that the run
+listens on: a JSON list of process and address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ activate_cpu()  # before anything that asks verl for its platform
 
 from verl.agentopsd import checkpoints, durable, main, replay  # noqa: E402
 
-PROCESSES = {"server": "vLLMHttpServer", "player": "AgentLoopWorker", "learner": "WorkerDict"}
+PROCESSES = {
+    "server": "vLLMHttpServer",
+    "engine": "VLLM::EngineCore",
+    "player": "AgentLoopWorker",
+    "learner": "WorkerDict",
+}
+RENDEZVOUS = ("ray::WorkerDict", "VLLM::EngineCore")
+"""Where torch's process groups meet: their store listens on every interface and cannot be told otherwise."""
 
 
 def strike(victim: str, log: Path) -> None:
@@ -32,6 +39,7 @@ def strike(victim: str, log: Path) -> None:
         return
     children = psutil.Process().children(recursive=True)
     sockets = [(process.name(), c.laddr.ip) for process in [psutil.Process(), *children] for c in listening(process)]
+    sockets = [(name, address) for name, address in sockets if not (address == "::" and name in RENDEZVOUS)]
     log.with_suffix(".new").write_text(json.dumps(sockets))
     log.with_suffix(".new").replace(log)
     if victim in ("driver", "terminate"):
@@ -75,7 +83,11 @@ def sabotage(victim: str, moment: str, step: int, log: Path) -> None:
     elif moment == "saving":  # everything is written, nothing is named yet
         before(checkpoints, "_sync_tree", lambda folder: folder.name == f"global_step_{step}")
     else:
-        before(durable.DurableTrainer, "_limited", lambda trainer, name: (name, trainer.global_steps) == (moment, step))
+        before(
+            durable.DurableTrainer,
+            "_limited",
+            lambda trainer, name: (name, getattr(trainer, "global_steps", None)) == (moment, step),
+        )
 
 
 if __name__ == "__main__":
