@@ -14,7 +14,16 @@ import time
 
 from benchmarks.harness import RESULTS, ROOT
 
-ALONE = ("credit", "engine", "loading", "tokens_forwarded", "logprob_memory", "growth", "cost_model")
+ALONE = (
+    "credit",
+    "engine",
+    "loading",
+    "tokens_forwarded",
+    "logprob_memory",
+    "rollout_steps",
+    "growth",
+    "cost_model",
+)
 STACK = ("startup", "update")
 
 

@@ -41,7 +41,7 @@ def test_credit_has_no_loop_over_rows_and_only_a_logarithm_of_the_turns():
     assert credit_operations(8, 64) - credit_operations(8, 16) == 2 * (
         credit_operations(8, 32) - credit_operations(8, 16)
     )
-    assert credit_operations(8, 16) <= 140
+    assert credit_operations(8, 16) <= 120
 
 
 def test_blocks_of_the_credit_grow_with_tokens_not_with_rows():
