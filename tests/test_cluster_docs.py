@@ -46,7 +46,7 @@ def here(monkeypatch: pytest.MonkeyPatch, alfworld_data: Path, tmp_path: Path):
     monkeypatch.setenv("ALFWORLD_DATA", str(alfworld_data))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(resources, "gpus", lambda: [])
-    monkeypatch.setattr(resources, "_network", lambda: resources.ok("network", "not looked at"))
+    monkeypatch.setattr(resources, "_network", lambda nodes: resources.ok("network", "not looked at"))
     monkeypatch.chdir(tmp_path)
 
 

@@ -234,6 +234,14 @@ def test_a_cluster_that_does_not_answer(monkeypatch):
     assert finding.level is Level.ERROR and finding.text.endswith("RAY_ADDRESS=127.0.0.1:1: refused")
 
 
+def test_a_name_that_other_nodes_cannot_reach(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(resources.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert resources._network(1).level is Level.OK
+    finding = resources._network(2)
+    assert finding.level is Level.WARNING and "other nodes cannot reach it" in finding.text
+
+
 def test_disk_for_checkpoints(tmp_path: Path, monkeypatch):
     config = prepared("model=qwen2.5_7b", "device=gpu", f"run_dir={tmp_path / 'a' / 'run'}")
     shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]

@@ -97,7 +97,7 @@ def check(config: DictConfig, shape: ModelShape | None) -> list[Finding]:
     on_cpu = config.trainer.device == "cpu"
     findings = [ok("gpus", "none needed: device=cpu")] if on_cpu else _gpus(wanted, gpus())
     findings.append(_ray(wanted, on_cpu))
-    findings += [_disk(config, shape), _shared_memory(), _network()]
+    findings += [_disk(config, shape), _shared_memory(), _network(wanted.nodes)]
     return findings
 
 
@@ -210,7 +210,7 @@ def _shared_memory() -> Finding:
     return ok("shared memory", f"/dev/shm {size / GIB:.0f} GiB")
 
 
-def _network() -> Finding:
+def _network(nodes: int = 1) -> Finding:
     """Workers listen on free ports of the address that this machine's name stands for."""
     name = socket.gethostname()
     try:
@@ -218,6 +218,12 @@ def _network() -> Finding:
     except OSError:
         return warning(
             "network", f"the name of this machine, {name}, has no address: add it to /etc/hosts, or workers cannot meet"
+        )
+    if nodes > 1 and address.startswith("127.") and "RAY_ADDRESS" not in os.environ:
+        return warning(
+            "network",
+            f"the name of this machine, {name}, stands for {address}, where other nodes cannot reach it: give it its "
+            "network address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     try:
         with socket.socket() as listener:
