@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl.agentopsd.config import ConfigError, data_parallel_size, dynamic_row_limit
+from verl.agentopsd.config import TINY_MODEL, ConfigError, data_parallel_size, dynamic_row_limit
+from verl.agentopsd.doctor import resources
+from verl.agentopsd.doctor.examine import examine
+from verl.agentopsd.doctor.finding import Level
 from verl.agentopsd.main import compose_config, config_group, prepare, quoted
 
 PRESETS, METHODS, BACKENDS = (config_group(group) for group in ("model", "method", "backend"))
@@ -28,6 +32,24 @@ def test_every_method_on_every_preset_and_back_end(preset: str, backend: str):
         assert config.actor_rollout_ref.actor.strategy == backend
         longest = config.data.max_prompt_length + config.data.max_response_length
         assert dynamic_row_limit(config) >= longest + 2048, "room for a skill"
+
+
+@pytest.mark.parametrize(("preset", "backend"), list(itertools.product(PRESETS, BACKENDS)))
+def test_everything_that_needs_no_gpu_is_made(preset: str, backend: str, alfworld_data: Path, monkeypatch):
+    """Data set, a game, agent loop, trainer class, typed settings of verl, tokenizer where it is here, and the plan."""
+    monkeypatch.setattr(resources, "gpus", lambda: [])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    games = [f"env.data_dir={alfworld_data}", "data.train_files=valid_seen"]
+    model = f"actor_rollout_ref.model.path={TINY_MODEL}" if preset == "smollm2_135m" else "env.check_counts=true"
+    config = compose_config([f"model={preset}", f"backend={backend}", "device=gpu", *games, model])
+    prepare(config)
+    report = examine(config, rehearse=True)
+    assert report.of(Level.ERROR) == []
+    made = {finding.subject: finding.text for finding in report.findings}
+    assert made["data set"].startswith("140 games") and made["agent loop"] == "TextEnvAgentLoop"
+    assert made["trainer"].startswith("AgentOPSDTrainer")
+    assert made["settings"].startswith({"megatron": "McoreActorConfig, McoreOptimizerConfig"}.get(backend, "FSDPActor"))
+    assert report.plan is not None and report.plan.seconds.update > 0
 
 
 @pytest.mark.parametrize("preset", PRESETS)
