@@ -70,8 +70,9 @@ def draw(curves: dict[str, tuple[tuple[int, ...], list[float]]], path: Path) -> 
         axis.plot(sizes, seconds, "o-", color="#1f5fa8", linewidth=1.6, markersize=4)
         axis.plot([sizes[0], sizes[-1]], [seconds[0], seconds[-1]], ":", color="#888888", linewidth=1)
         axis.set_xlabel(name)
-        axis.set_ylim(bottom=0)
+        axis.set_xticks(sizes)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("processor seconds per update")
     figure.savefig(path, dpi=160)
 
