@@ -1,4 +1,4 @@
-"""docs/cluster.md: every command in it is run here, dry, or by the end-to-end tests that are named here."""
+"""docs/cluster.md: every command in it is run here, dry, or by the tests that are named here."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ELSEWHERE = {
     "source .venv/bin/activate": "test_scripts.py",
     "python scripts/get_alfworld_data.py": "envs/alfworld/test_get_data.py",
     "ray get-auth-token": "test_examples.py",
-    "ray start": "e2e/test_cluster.py",
-    "ray status": "e2e/test_cluster.py",
-    "bash examples/ray_submit.sh": "e2e/test_cluster.py",
+    "ray start": "test_examples.py",
+    "ray status": "test_examples.py",
+    "bash examples/ray_submit.sh": "test_examples.py",
     "sbatch": "test_examples.py",
     # no Docker where the tests run: test_examples.py looks at what the image copies and installs
     "docker": "test_examples.py",
