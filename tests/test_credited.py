@@ -8,6 +8,7 @@ import torch
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
 from verl.agentopsd.credited import credit_episodes, evenly
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.methods import METHODS
 
 
 def episode(key: str, spans: list[tuple[int, int]], length: int, **facts) -> Episode:
@@ -61,7 +62,7 @@ ROWS = [
 
 def test_only_scored_episodes_are_re_weighted():
     scores = {ROWS[0].key: ROWS[0].old_log_probs + torch.tensor([0.5, 0.1, 9, 9, -0.7, 9, 9, 0.2, 0.2])}
-    credited, credit = credit_episodes(ROWS, [1.2, -0.7, 0.0], [0.5] * 3, scores, CreditConfig())
+    credited, credit = credit_episodes(ROWS, [1.2, -0.7, 0.0], [0.5] * 3, scores, METHODS["agentopsd"], CreditConfig())
     assert credit is not None and credit.weights.shape == (1, 3)
     by_hand = agentopsd_credit(
         torch.tensor([1.2]),
@@ -81,7 +82,7 @@ def test_only_scored_episodes_are_re_weighted():
 
 
 def test_a_run_without_the_method_spreads_the_base_advantage():
-    credited, credit = credit_episodes(ROWS, [1.0, -1.0, 0.0], [0.5] * 3, {}, CreditConfig())
+    credited, credit = credit_episodes(ROWS, [1.0, -1.0, 0.0], [0.5] * 3, {}, METHODS["agentopsd"], CreditConfig())
     assert credit is None
     assert torch.equal(credited[0].token_advantages, evenly(ROWS[0], 1.0))
     assert credited[0].token_advantages.unique().tolist() == [0.0, 1.0]
@@ -89,7 +90,9 @@ def test_a_run_without_the_method_spreads_the_base_advantage():
 
 def test_the_record_carries_the_credit_of_its_turns():
     scores = {ROWS[0].key: ROWS[0].old_log_probs + 0.25, ROWS[1].key: ROWS[1].old_log_probs - 0.5}
-    credited, credit = credit_episodes(ROWS, [1.2, -0.7, 0.0], [0.5, 0.5, 0.5], scores, CreditConfig())
+    credited, credit = credit_episodes(
+        ROWS, [1.2, -0.7, 0.0], [0.5, 0.5, 0.5], scores, METHODS["agentopsd"], CreditConfig()
+    )
     assert credit is not None
     record = credited[1].record(run="r", step=3)
     assert (record.run, record.step, record.sample, record.group) == ("r", 3, 1, "000001-0000")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.agentopsd.config import ConfigError, TeacherConfig
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.privilege import Hindsight, Nothing, Skill
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import MissingSkill, SkillBank
 from verl.agentopsd.teacher import TeacherPolicy, scoring_batch
+from verl.agentopsd.teacher_model import require_same_vocabulary
 
 WORDS = "play the game look at mug skill open take go to a b c d e f".split()
 
@@ -68,8 +72,9 @@ class Engine:
 
 def teacher(chat: ChatFormat, engine: Engine, **settings) -> TeacherPolicy:
     bank = SkillBank("test", "open", {"find": "take a", "clean": "go to b c d"})
-    options = {"max_length": 64, "row_multiple": 1, **settings}
-    return TeacherPolicy(TeacherConfig(skill_position="user"), chat, bank, engine, temperature=0.7, **options)
+    options = {"max_length": 64, "row_multiple": 1, "privilege": Skill(bank), **settings}
+    config = TeacherConfig(skill_position="user", **options.pop("config", {}))
+    return TeacherPolicy(config, chat, compute_log_prob=engine, temperature=0.7, **options)
 
 
 def test_rows_end_in_the_student_s_response_and_start_with_the_skill(chat):
@@ -146,3 +151,45 @@ def test_a_game_without_a_skill_is_an_error(chat):
 def test_a_row_must_end_in_its_response():
     with pytest.raises(AssertionError, match="must end in the student's response"):
         scoring_batch([torch.tensor([1, 2, 3])], [torch.tensor([2, 4])], 1.0)
+
+
+def test_other_weights_without_text_read_the_student_s_own_prompt(chat):
+    engine = Engine()
+    one = episode("g", [7, 8])
+    policy = teacher(chat, engine, privilege=Nothing(), config={"source": "ref", "privilege": "none"})
+    assert policy.log_probs([one])[0].tolist() == [2, 3]
+    (row,) = engine.calls[0]["input_ids"].unbind()
+    assert row.tolist() == [*one.prompt_ids.tolist(), 7, 8]
+
+
+def won(key: str, actions: list[str], wins: bool = True) -> Episode:
+    made = episode("g", [7, 8])
+    facts = {**made.facts, "turns": [{"command": one, "valid": True} for one in actions], "won": wins}
+    return dataclasses.replace(made, key=key, facts=facts, old_log_probs=torch.tensor([-1.0, -2.0]))
+
+
+def test_an_episode_without_hindsight_is_not_asked_again(chat):
+    """The student itself behind its own prompt: the answer is known, the gap is exactly 0 and it is counted."""
+    engine = Engine()
+    rows = [won("g_0_0", ["look"]), won("g_1_0", ["go"], wins=False), won("h_0_0", ["look"])]
+    policy = teacher(chat, engine, privilege=Hindsight(), config={"privilege": "hindsight"})
+    scores = policy.log_probs(rows, among=rows)
+    assert policy.without_text == ["g_0_0", "h_0_0"]
+    assert scores[0].tolist() == scores[2].tolist() == [-1.0, -2.0]
+    assert len(engine.calls) == 1 and len(engine.calls[0]["input_ids"].unbind()) == 1
+    assert scores[1].tolist() != [-1.0, -2.0]
+
+
+def test_hindsight_that_does_not_fit_is_left_out_whole(chat):
+    rows = [won("g_0_0", ["look"] * 40), won("g_1_0", ["go"], wins=False)]
+    policy = teacher(chat, Engine(), privilege=Hindsight(), config={"privilege": "hindsight"})
+    assert policy.log_probs(rows, among=rows)[1].tolist() == [-1.0, -2.0]
+    assert policy.without_text == ["g_0_0", "g_1_0"] and policy.tokens == 0
+
+
+def test_vocabularies_are_compared_token_by_token(chat):
+    words = Tokenizer(models.WordLevel({"play": 0, "b": 99}, unk_token="play"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words)
+    require_same_vocabulary(chat.tokenizer, chat.tokenizer, "same")
+    with pytest.raises(ConfigError, match=r"path=/t has another vocabulary.*\d+ of \d+ tokens differ.*student id"):
+        require_same_vocabulary(chat.tokenizer, other, "/t")

@@ -243,7 +243,7 @@ def _teacher_problems(config: DictConfig) -> list[str]:
         )
     if method.student_skill and not section.student_skill:
         problems.append(
-            f"algorithm.adv_estimator={method.name} needs agentopsd.student_skill=true (method={method.name})"
+            f"algorithm.adv_estimator={method.name} needs agentopsd.student_skill=true: choose method={method.name}"
         )
     if (teacher.source == "model") != (teacher.path is not None):
         problems.append(

@@ -74,7 +74,7 @@ class Hindsight:
 
 def commands(episode: Episode) -> list[str]:
     """The commands that reached the environment, in order."""
-    return [str(turn["action"]) for turn in episode.facts["turns"] if turn["valid"]]
+    return [str(turn["command"]) for turn in episode.facts["turns"] if turn["valid"]]
 
 
 def hindsight_text(actions: Sequence[str]) -> str:

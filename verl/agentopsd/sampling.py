@@ -188,7 +188,7 @@ def outcomes_by_game(episodes: Sequence[Any]) -> dict[str, tuple[int, int]]:
 
 def difficulty_dataloader(dataset: Any, batch_size: int, config: SamplingConfig, seed: int) -> tuple[Any, Any]:
     """verl's dataloader with a :class:`DifficultySampler` in it, and that sampler."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
     from verl.utils.dataset.rl_dataset import collate_fn
 
     sampler = DifficultySampler([task.game_id for task in dataset.tasks], batch_size, config, seed)

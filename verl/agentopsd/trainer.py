@@ -251,7 +251,7 @@ class AgentOPSDTrainer(DurableTrainer):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.method.loss_term is not None:
-            batch.extra_info[COEF] = metrics["distill/coef"] = self._distill_coef()
+            batch.extra_info[COEF] = metrics["actor/distill_coef"] = self._distill_coef()
         return super()._update_actor(batch, metrics)
 
     def _write_advantages(self, batch: KVBatchMeta) -> KVBatchMeta:

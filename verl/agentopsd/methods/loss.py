@@ -41,7 +41,7 @@ def distilled_loss(
     term_of = METHODS[method].loss_term
     assert term_of is not None
     term = term_of(_inputs(config, model_output, data), distill)
-    metrics["distill/loss"] = Metric(value=term.detach(), aggregation=metrics["actor/pg_loss"].aggregation)
+    metrics["distill_loss"] = Metric(value=term.detach(), aggregation=metrics["actor/pg_loss"].aggregation)
     return loss + coef * term, metrics
 
 
