@@ -284,6 +284,7 @@ def test_incomplete_packages_are_dropped(tmp_path: Path) -> None:
 
 def test_shell_scripts_are_clean() -> None:
     shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).parent / "shellcheck")
-    scripts = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("examples/*.sh"), *ROOT.glob("examples/*.sbatch"), ROOT / ".ci/run"]
+    patterns = ("scripts/*.sh", "examples/*.sh", "examples/*.sbatch", ".ci/run")
+    scripts = [path for pattern in patterns for path in ROOT.glob(pattern)]
     done = subprocess.run([shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

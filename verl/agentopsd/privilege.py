@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from verl.agentopsd.config import ConfigError, TeacherConfig
 from verl.agentopsd.envs.base import Task

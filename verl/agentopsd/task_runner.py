@@ -24,10 +24,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
 from verl.agentopsd.doctor import resources
+from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.ray_auth import use_token_if_there
 from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
-from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.run_guard import lock_run_dir
 from verl.agentopsd.termination import Stopped, Termination
 from verl.agentopsd.watchdog import kill_children

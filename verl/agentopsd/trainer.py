@@ -279,15 +279,15 @@ class AgentOPSDTrainer(DurableTrainer):
 
     def _teacher_columns(self, batch: KVBatchMeta, lengths: list[int]) -> dict[str, torch.Tensor]:
         """What the loss term reads, jagged (N,T): the teacher's log-probs, and where it gave any."""
-        reread = {one.episode.key: one for one in self._credited if one.teacher_log_probs is not None}
-        log_probs, masks = [], []
-        for key, length in zip(batch.keys, lengths, strict=True):
-            one = reread.get(key)
-            log_probs.append(torch.zeros(length) if one is None else one.teacher_log_probs)
-            masks.append(torch.zeros(length, dtype=torch.int64) if one is None else one.episode.action_mask.long())
+        log_probs = {key: torch.zeros(length) for key, length in zip(batch.keys, lengths, strict=True)}
+        masks = {key: torch.zeros(length, dtype=torch.int64) for key, length in zip(batch.keys, lengths, strict=True)}
+        for one in self._credited:
+            if one.teacher_log_probs is not None:
+                log_probs[one.episode.key] = one.teacher_log_probs
+                masks[one.episode.key] = one.episode.action_mask.long()
         return {
-            "teacher_log_probs": torch.nested.as_nested_tensor(log_probs, layout=torch.jagged),
-            "action_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
+            "teacher_log_probs": torch.nested.as_nested_tensor(list(log_probs.values()), layout=torch.jagged),
+            "action_mask": torch.nested.as_nested_tensor(list(masks.values()), layout=torch.jagged),
         }
 
     def _episode_metrics(self, episodes: list[Episode], advantages: list[float]) -> dict[str, float]:
