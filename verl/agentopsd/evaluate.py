@@ -157,6 +157,9 @@ def _check(config: DictConfig) -> None:
     alone = config.copy()
     with open_dict(alone):
         alone.trainer.n_gpus_per_node, alone.trainer.nnodes = 1, 1
+        # an evaluation has servers alone, which a training run refuses; their size is checked below
+        alone.actor_rollout_ref.rollout.nnodes = 0
+        alone.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
     validate(alone)
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
