@@ -168,12 +168,12 @@ def state(directory: Path, kind: str) -> str:
 
 
 def comparable_records(run: Run) -> list[dict[str, Any]]:
-    """Every field of every training episode but what a clock measured, the sampler's own log-probs rounded."""
+    """Every field of every training episode but what a clock measured and the sampler's own log-probs."""
     records = []
     for file in sorted((run.directory / "rollouts").glob("*.jsonl")):
         for row in map(json.loads, file.read_text().splitlines()):
             for turn in row["turns"]:
-                turn["rollout_logprob_sum"] = round(turn["rollout_logprob_sum"], 3)
+                del turn["rollout_logprob_sum"]
             records.append({key: value for key, value in row.items() if key not in CLOCKS})
     assert len(records) == 32
     return records
