@@ -53,6 +53,13 @@ PASSED = (
 SECRET = ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Passed when they are set here, like the others, and shown by name only."""
 
+STOP_SECONDS = 1800
+"""Ray kills a stopped job after 3 s unless told otherwise; a run completes its update and saves before it ends."""
+
+
+class Refused(RuntimeError):
+    """The cluster does not accept the job."""
+
 
 def runtime_env(root: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The job's runtime environment.
@@ -62,6 +69,7 @@ def runtime_env(root: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """
     names = [name for name in (*PASSED, *SECRET) if environment.get(name)]
     variables = {name: environment[name] for name in names} | {"PYTHONUNBUFFERED": "1"}
+    variables["RAY_JOB_STOP_WAIT_TIME_S"] = environment.get("RAY_JOB_STOP_WAIT_TIME_S", str(STOP_SECONDS))
     return {"working_dir": root, "excludes": list(EXCLUDES), "env_vars": variables}
 
 
@@ -92,12 +100,19 @@ def submit(address: str, command: str, environment: dict[str, Any], wait: bool) 
 
     Returns:
         The driver's exit code; 1 when the job never ran.
+
+    Raises:
+        Refused: in the cluster's words.
     """
+    from ray.exceptions import RayError
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     use_token_if_there()
-    client = JobSubmissionClient(address)
-    job = client.submit_job(entrypoint=command, runtime_env=environment)
+    try:
+        client = JobSubmissionClient(address)
+        job = client.submit_job(entrypoint=command, runtime_env=environment)
+    except (RuntimeError, RayError) as error:
+        raise Refused(str(error).strip().splitlines()[0]) from error
     print(f"job {job} at {address}", file=sys.stderr, flush=True)
     if not wait:
         return 0
@@ -137,6 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConnectionError as error:
         print(f"error: no Ray cluster answers at {options.address}: start one (docs/cluster.md)", file=sys.stderr)
         print(f"  {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    except Refused as error:
+        print(f"error: the Ray cluster at {options.address} does not take the job: {error}", file=sys.stderr)
         return 1
 
 

@@ -144,6 +144,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         given["env_vars"] = {**defaults.pop("env_vars"), **given.get("env_vars", {})}
         if os.environ.get("RAY_ADDRESS"):
             use_token_if_there()
+            # in a Ray job: a variable that the job has too (HF_HUB_OFFLINE, say) is no conflict, the run's value counts
+            os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
         elif config.trainer.device == "cpu":
