@@ -84,3 +84,11 @@ def test_vllm_packs_and_drops_linear_weights_on_the_cpu():
     layers = pytest.importorskip("vllm.model_executor.layers.utils")
     source = inspect.getsource(layers.dispatch_cpu_unquantized_gemm)
     assert "remove_weight" in source and "layer.cpu_linear" in source
+
+
+@pytest.mark.parametrize(("platform", "imported"), [("cpu", "False"), ("", "True")])
+def test_a_trainer_imports_vllm_only_for_another_device(platform: str, imported: str):
+    """no_engine_of_another_device."""
+    environment = {"VERL_PLATFORM": platform} if platform else {}
+    done = run("import sys, verl.trainer.ppo.v1; print('vllm' in sys.modules)", **environment)
+    assert done.stdout.strip().endswith(imported), done.stderr

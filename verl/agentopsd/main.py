@@ -38,6 +38,7 @@ from verl.agentopsd.doctor.finding import Level
 from verl.agentopsd.horizon import describe
 from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
+from verl.agentopsd.platform.forked.preload import preloading
 from verl.agentopsd.redact import redact, redact_yaml
 
 USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [--allow-config-change KEY] [KEY=VALUE ...]
@@ -201,18 +202,19 @@ def train(overrides: list[str], dry_run: bool = False, allowed_changes: Sequence
     run_guard.check_unchanged(config, allowed_changes)
     run_guard.check_checkpoint(config)
     print(plan(config), flush=True)
-    report = examine(config, rehearse=dry_run)
-    if dry_run:
-        output.show(report, Console())
-    else:
-        output.show_briefly(report, Console(soft_wrap=True))
-    if errors := report.of(Level.ERROR):
-        raise ConfigError("\n".join(finding.text for finding in errors))
-    if dry_run:
-        return
-    from verl.agentopsd.task_runner import run
+    with contextlib.nullcontext() if dry_run else preloading(config):
+        report = examine(config, rehearse=dry_run)
+        if dry_run:
+            output.show(report, Console())
+        else:
+            output.show_briefly(report, Console(soft_wrap=True))
+        if errors := report.of(Level.ERROR):
+            raise ConfigError("\n".join(finding.text for finding in errors))
+        if dry_run:
+            return
+        from verl.agentopsd.task_runner import run
 
-    run(config, environment)
+        run(config, environment)
 
 
 def take_options(arguments: list[str], option: str) -> tuple[list[str], list[str]]:

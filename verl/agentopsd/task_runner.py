@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
 from verl.agentopsd.doctor import resources
+from verl.agentopsd.platform.forked import preload
 from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.ray_auth import use_token_if_there
 from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
@@ -63,7 +64,6 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
     """
     termination = Termination()
     termination.install()
-    import ray
 
     lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     try:
@@ -81,9 +81,7 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
             raise
         print(stop if isinstance(stop, Stopped) else "stopped by SIGTERM before the first update", flush=True)
     finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        kill_children()  # what a local cluster may leave; a cluster that was joined is not ours
+        stop_ray()
         with lock:
             pass  # released last: until here another run would meet our processes
 
@@ -152,11 +150,22 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
             # never a cluster that happens to run here: it lacks the logical GPUs
             options["address"] = "local"
             loopback_only()
+            if server := preload.current():
+                given.setdefault("py_executable", str(server.python))
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if problem := resources.cluster_problem(resources.needs(config), nodes):
         raise ResourceError(problem)
+
+
+def stop_ray() -> None:
+    """Ends Ray and every process that descends from this one; a cluster that was joined is not ours."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+    kill_children()
 
 
 def init_ray(options: dict[str, Any]) -> None:
@@ -170,7 +179,7 @@ def init_ray(options: dict[str, Any]) -> None:
             raise
         print("Ray did not start within its 30 s; trying once more", file=sys.stderr)
         ray.shutdown()
-        kill_children()
+        kill_children(spare=[server.process.pid] if (server := preload.current()) else [])
         ray.init(**options)
 
 
@@ -189,6 +198,7 @@ def _train(config: DictConfig, termination: Termination) -> None:
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     trainer_base.Tracking = without_secrets(trainer_base.Tracking)  # type: ignore[misc, assignment]
+    preload.wait(float(config.limits.start))
     tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:

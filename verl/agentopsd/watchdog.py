@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 STALLED_EXIT_CODE = 75
@@ -68,11 +68,11 @@ def write_stacks(report: Path) -> None:
                 file.write(f"\n=== {child.pid} {title}\n{dump.stdout or dump.stderr}")
 
 
-def kill_children() -> None:
-    """Kills every process that descends from this one, and waits for them."""
+def kill_children(spare: Collection[int] = ()) -> None:
+    """Kills every process that descends from this one but those with an id in ``spare``, and waits for them."""
     import psutil
 
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]
     for child in children:
         with contextlib.suppress(psutil.Error):
             child.kill()

@@ -19,11 +19,12 @@ from omegaconf import DictConfig
 from verl.agentopsd.dataset import EpisodeDataset
 from verl.agentopsd.envs.base import Task
 from verl.agentopsd.evaluation.records import EpisodeRecord, episode_record, messages_shown
+from verl.agentopsd.platform.forked import preload
 from verl.agentopsd.replay import RolloutFailed, RolloutStalled
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.failures import worker_errors
 from verl.agentopsd.skills.bank import SkillBank, SkillLeak, assert_skill_free
-from verl.agentopsd.watchdog import kill_children, stage, write_stacks
+from verl.agentopsd.watchdog import stage, write_stacks
 
 PARTITION = "val"
 """verl's agent loops put what they play with validation sampling into this partition of the transfer queue."""
@@ -77,18 +78,18 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
         EngineError: with what the servers said.
         ResourceError: there are fewer devices than asked for.
     """
-    import ray
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    from verl.agentopsd.task_runner import ResourceError, quiet_libraries, start_ray
+    from verl.agentopsd.task_runner import ResourceError, quiet_libraries, start_ray, stop_ray
 
     try:
         with stage("start", float(config.limits.start), work_dir):
             try:
                 start_ray(config, environment)
                 quiet_libraries()
+                preload.wait(float(config.limits.start))
                 tq.init(config.transfer_queue)
                 servers = LLMServerManager.create(config=config)
                 loops = AgentLoopManagerTQ.create(
@@ -105,9 +106,7 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
     finally:
         with contextlib.suppress(Exception):
             tq.close()
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        kill_children()
+        stop_ray()
 
 
 def _reason(error: Exception) -> str:

@@ -23,6 +23,7 @@ from verl.agentopsd.evaluation.output import Key, Output, with_outcome_hash
 from verl.agentopsd.evaluation.panel import Panel
 from verl.agentopsd.evaluation.records import EpisodeRecord, Summary
 from verl.agentopsd.evaluation.summary import behaviour, finished, success
+from verl.agentopsd.platform.forked.preload import preloading
 from verl.agentopsd.preflight import check_prompt, openings
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank
@@ -126,7 +127,10 @@ def run(evaluation: Evaluation, output: Output, environment: dict[str, str]) -> 
         with _quiet(output.work_dir), Bar(evaluation.episodes, output.episodes()) as bar:
             if missing:
                 bar.say("starting the rollout engine")
-                with rollout_engine(evaluation.config, environment, output.work_dir) as loops:
+                with (
+                    preloading(evaluation.config),
+                    rollout_engine(evaluation.config, environment, output.work_dir) as loops,
+                ):
                     bar.begin()
                     for episode in _play(evaluation, missing, loops, output.work_dir):
                         output.write(episode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 from typing import Any
 
 
@@ -60,7 +61,14 @@ def unpinned_cpu_offload() -> None:
     fsdp.CPUOffloadPolicy = UnpinnedCPUOffloadPolicy  # type: ignore[misc]
 
 
-PATCHES = (gloo_process_group, vllm_distribution_name, unpinned_cpu_offload)
+def no_engine_of_another_device() -> None:
+    """``verl/checkpoint_engine/__init__.py`` imports what transfers weights on an NPU, when that can be imported; it
+    begins with vLLM, a third of the time that ``import verl.trainer`` takes, in processes that never use it: refuse.
+    """
+    sys.modules.setdefault("verl.checkpoint_engine.hccl_checkpoint_engine", None)  # type: ignore[arg-type]
+
+
+PATCHES = (gloo_process_group, vllm_distribution_name, unpinned_cpu_offload, no_engine_of_another_device)
 
 
 @functools.cache
