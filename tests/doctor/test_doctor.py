@@ -190,6 +190,8 @@ def test_a_teacher_with_gpus_of_its_own_is_counted():
         ([{"GPU": 16, "CPU": 90}], "2 nodes with 8 GPUs each, which 1 of 1 nodes have"),
         ([{"GPU": 12, "CPU": 90}, {"GPU": 4, "CPU": 90}], "which 1 of 2 nodes have (GPUs per node: 12, 4)"),
         ([{"GPU": 8, "CPU": 20}, {"GPU": 8, "CPU": 20}], "needs 50 Ray CPUs"),
+        ([{"GPU": 8, "CPU": 26}, {"GPU": 8, "CPU": 26}], None),
+        ([{"GPU": 8, "CPU": 25}, {"GPU": 8, "CPU": 60}], "26 Ray CPUs each"),
         ([], "the Ray cluster has 0 on 0 nodes"),
     ],
 )

@@ -88,6 +88,16 @@ def cluster_problem(wanted: Needs, nodes: list[dict[str, float]]) -> str | None:
             f"the run needs {wanted.cpus} Ray CPUs ({CPUS_PER_GPU} per GPU, one for the transfer queue, one per "
             f"storage unit); the Ray cluster has {cpus}: start its nodes with a larger --num-cpus (counted, not used)"
         )
+    # the transfer queue is placed first, on any node, where the actor's share must still fit: Ray would wait for ever
+    each = wanted.cpus - CPUS_PER_GPU * (wanted.gpus - wanted.gpus_per_node)
+    fit = sum(node.get("GPU", 0) >= wanted.gpus_per_node and node.get("CPU", 0) >= each for node in nodes)
+    if fit < wanted.nodes:
+        found = ", ".join(str(int(node.get("CPU", 0))) for node in nodes)
+        return (
+            f"the run needs {wanted.nodes} nodes with {each} Ray CPUs each ({CPUS_PER_GPU} per GPU, and the transfer "
+            f"queue on any of them), which {fit} of {len(nodes)} nodes have (CPUs per node: {found}): start them with "
+            "a larger --num-cpus (counted, not used)"
+        )
     return None
 
 
