@@ -105,7 +105,7 @@ def cluster(alfworld_data: Path) -> Iterator[Cluster]:
         "RAY_AUTH_MODE": "token",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    node = ["--num-cpus=10", "--num-gpus=1", "--object-store-memory=268435456", "--disable-usage-stats"]
+    node = ["--num-cpus=5", "--num-gpus=1", "--object-store-memory=268435456", "--disable-usage-stats"]
     head = [f"--port={port}", f"--node-ip-address={HEAD}", f"--temp-dir={home}/ray", "--dashboard-host=127.0.0.1"]
     head += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
     head += [f"--dashboard-agent-listen-port={agent}"]
