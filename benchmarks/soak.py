@@ -1,16 +1,20 @@
 """A long run with injected faults: does memory stay flat, is any episode lost or written twice?
 
-    python -m benchmarks.soak --minutes 20 --fault-rate 0.01 --out soak
+    python -m benchmarks.soak --updates 200 --fault-rate 0.01 --kills 4 --out soak
 
-Trains the tiny model on the CPU with environments that fail at a set rate, ends it with SIGTERM when the time is over,
-and looks at what is left: one record per episode, one line per update, the memory of every process over time.
+Trains the tiny model on the CPU with environments that fail at a set rate. At random moments of the first half a
+process of the run is killed (the driver, the rollout engine, an agent-loop worker, the learner, or the driver by
+SIGTERM), and the same command is given again. After the last update, or when the time is over, SIGTERM; then what is
+left is looked at: one record per episode, one line per update, the memory of every process since the last start.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -84,25 +88,85 @@ def name_of(process: psutil.Process) -> str:
     return f"{title.split(' ')[0].rsplit('/', 1)[-1][:40]} ({process.pid})"
 
 
-def soak(run_dir: Path, minutes: float, rate: float, every: float) -> tuple[Memory, int]:
-    """Runs for ``minutes``, counted from the first update; returns the memory and the exit code."""
+VICTIMS = {"driver": "", "engine": "VLLM::EngineCore", "player": "AgentLoopWorker", "learner": "WorkerDict"}
+"""Who is killed -> what its command line has in it."""
+ORDERLY = "SIGTERM"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When the run is struck: the number of completed updates after which, and the victim."""
+
+    updates: int
+    blows: list[tuple[int, str]]
+
+    @classmethod
+    def drawn(cls, updates: int, kills: int, seed: int) -> Plan:
+        """Every victim once before any comes twice; moments in the first half, a tenth of the run apart at least."""
+        draw = random.Random(seed)
+        kinds = [*VICTIMS, ORDERLY]
+        victims = [kind for _ in range(-(-kills // len(kinds))) for kind in draw.sample(kinds, len(kinds))][:kills]
+        slots = [round((number + 0.2 + 0.6 * draw.random()) * updates / 2 / max(kills, 1)) for number in range(kills)]
+        return cls(updates, list(zip(slots, victims, strict=True)))
+
+
+def updates_of(run_dir: Path) -> int:
+    """The last completed update."""
+    metrics = run_dir / "metrics.jsonl"
+    return max(read_metrics(run_dir).steps, default=0) if metrics.is_file() and metrics.stat().st_size else 0
+
+
+def strike(process: subprocess.Popen[bytes], victim: str) -> None:
+    """One blow; raises when the victim is not there."""
+    if victim in ("driver", ORDERLY):
+        process.send_signal(signal.SIGTERM if victim == ORDERLY else signal.SIGKILL)
+        return
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if VICTIMS[victim] in " ".join(child.cmdline()):
+                child.kill()
+                return
+    raise RuntimeError(f"no {victim} among the processes of the run")
+
+
+def soak(run_dir: Path, plan: Plan, minutes: float, rate: float, every: float) -> tuple[Memory, list[str]]:
+    """Runs until ``plan.updates`` updates are complete or ``minutes`` are over.
+
+    Returns:
+        The memory since the last start, and a line for every blow: victim, moment, exit code.
+    """
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "benchmarks.faulty_env", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "verl.agentopsd.main", *SETTINGS, f"+env.fault_rate={rate}", f"run_dir={run_dir}"]
-    memory, began = Memory(), None
+    blows, told, over = list(plan.blows), [], time.monotonic() + minutes * 60
     with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=run_dir.parent)
-        root = psutil.Process(process.pid)
-        while process.poll() is None:
-            time.sleep(every)
-            metrics = run_dir / "metrics.jsonl"
-            if began is None:
-                began = time.monotonic() if metrics.is_file() and metrics.stat().st_size else None
-                continue
-            memory.sample(root, time.monotonic() - began)
-            if time.monotonic() - began > minutes * 60:
-                process.send_signal(signal.SIGTERM)
-                break
-        return memory, process.wait(timeout=300)
+        while True:
+            memory = Memory()
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=run_dir.parent
+            )
+            root, resumed = psutil.Process(process.pid), updates_of(run_dir)
+            struck = last = ""
+            while process.poll() is None:
+                time.sleep(every)
+                done = updates_of(run_dir)
+                if done > resumed:
+                    memory.sample(root, time.monotonic())
+                if last or struck:
+                    continue
+                if done >= plan.updates or time.monotonic() > over:
+                    last = ORDERLY
+                    process.send_signal(signal.SIGTERM)
+                elif blows and done >= max(blows[0][0], resumed + 1):
+                    _, struck = blows.pop(0)
+                    told.append(f"{struck} after update {done}")
+                    print(f"{time.strftime('%H:%M:%S')} {told[-1]}", flush=True)
+                    strike(process, struck)
+            code = process.wait(timeout=300)
+            if last:
+                assert code == 0, f"the run ended with {code}, see {log.name}"
+                return memory, told
+            expected = {"": None, "driver": -signal.SIGKILL, ORDERLY: 0}.get(struck, 1)
+            assert code == expected, f"the run ended with {code} after a blow at {struck or 'nobody'}, see {log.name}"
 
 
 def findings(run_dir: Path) -> dict[str, int]:
@@ -110,33 +174,45 @@ def findings(run_dir: Path) -> dict[str, int]:
     steps = sorted(read_metrics(run_dir).steps)
     assert steps == list(range(1, len(steps) + 1)), "an update's line is missing"
     keys: Counter[tuple[int, str, int]] = Counter()
-    lost = 0
+    lost = set()
     for file in sorted((run_dir / "rollouts").glob("*.jsonl")):
         for record in read_records(file):
             keys[record.step, record.group, record.sample] += 1
-            lost += bool(record.env_error)
+            if record.env_error:
+                lost.add((record.step, record.game_id, record.sample))
     expected = {step: GAMES * SAMPLES for step in steps}
     assert Counter(step for step, _, _ in keys) == expected, "an update has too few or too many episodes"
     assert set(keys.values()) == {1}, "an episode was written twice"
-    named = [json.loads(line) for line in (run_dir / "env-errors.jsonl").read_text().splitlines()]
-    assert len(named) == lost, "an episode lost to the environment is not in env-errors.jsonl"
+    lines = [json.loads(line) for line in (run_dir / "env-errors.jsonl").read_text().splitlines()]
+    # an update that was repeated after a blow lost the same episodes again
+    named = {(line["step"], line["game_id"], line["sample"]) for line in lines if line["step"] <= steps[-1]}
+    assert named == lost, "an episode lost to the environment is not in env-errors.jsonl"
     assert latest_step(run_dir / "checkpoints") == steps[-1], "SIGTERM did not save the last update"
-    return {"updates": len(steps), "episodes": len(keys), "lost to injected faults": lost}
+    return {"updates": len(steps), "episodes": len(keys), "lost to injected faults": len(lost)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=90, help="at most, without the last save")
     parser.add_argument("--fault-rate", type=float, default=0.01, help="per reset and per step of an environment")
+    parser.add_argument("--kills", type=int, default=0, help="how many times a process of the run is killed")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--every", type=float, default=5, help="seconds between two looks at the memory")
-    parser.add_argument("--out", type=Path, default=Path("soak"))
+    parser.add_argument("--out", type=Path, default=Path("soak"), help="run directory; must not exist")
     options = parser.parse_args()
     run_dir = options.out.absolute()
+    if run_dir.exists():
+        parser.error(f"{run_dir} exists")
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    memory, code = soak(run_dir, options.minutes, options.fault_rate, options.every)
-    assert code == 0, f"the run ended with {code}, see {run_dir}.log"
+    plan = Plan.drawn(options.updates, options.kills, options.seed)
+    began = time.monotonic()
+    memory, blows = soak(run_dir, plan, options.minutes, options.fault_rate, options.every)
     found = findings(run_dir)
-    print(f"{memory.seconds[-1] / 60:.1f} min, " + ", ".join(f"{count} {name}" for name, count in found.items()))
+    minutes = (time.monotonic() - began) / 60
+    print(f"{minutes:.1f} min, " + ", ".join(f"{count} {name}" for name, count in found.items()))
+    print(f"blows: {'; '.join(blows) or 'none'}")
+    print(f"memory over the last {(memory.seconds[-1] - memory.seconds[0]) / 60:.1f} min, since the last start")
     print("| process | MiB after warm-up | MiB at the end | MiB per hour |\n|---|---|---|---|")
     for name, first, last, slope in memory.table():
         print(f"| {name} | {first:.0f} | {last:.0f} | {slope:+.0f} |")

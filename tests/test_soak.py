@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faulty_env import FaultyEnv
-from benchmarks.soak import Memory, findings
+from benchmarks.soak import ORDERLY, VICTIMS, Memory, Plan, findings
 from verl.agentopsd.envs.base import Observation
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
 
@@ -63,7 +63,10 @@ def write_run(run_dir: Path, episodes: list[tuple[int, int, int]]) -> None:
                         env_error=error,
                     )
                 )
-    (run_dir / "env-errors.jsonl").write_text("{}\n")
+    step, game, sample = episodes[0]
+    lost = {"step": step, "game_id": f"train/{game}", "sample": sample}
+    # the second: of an update that was repeated after a blow
+    (run_dir / "env-errors.jsonl").write_text(2 * (json.dumps(lost) + "\n"))
     (run_dir / "checkpoints" / f"global_step_{steps[-1]}").mkdir(parents=True)
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
 
@@ -89,6 +92,22 @@ def test_what_is_lost_or_doubled_is_found(tmp_path: Path, episodes: list, messag
     write_run(tmp_path / "run", episodes)
     with pytest.raises(AssertionError, match=message):
         findings(tmp_path / "run")
+
+
+def test_an_unnamed_loss_is_found(tmp_path: Path):
+    write_run(tmp_path / "run", WHOLE)
+    (tmp_path / "run" / "env-errors.jsonl").write_text("")
+    with pytest.raises(AssertionError, match="not in env-errors.jsonl"):
+        findings(tmp_path / "run")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_of_process_is_killed_in_the_first_half(seed: int):
+    plan = Plan.drawn(200, 5, seed)
+    assert sorted(victim for _, victim in plan.blows) == sorted([*VICTIMS, ORDERLY])
+    moments = [moment for moment, _ in plan.blows]
+    assert moments == sorted(moments) and 0 < moments[0] and moments[-1] <= 100
+    assert Plan.drawn(200, 5, seed) == plan and Plan.drawn(200, 0, seed).blows == []
 
 
 def test_growth_is_measured_after_the_warm_up():

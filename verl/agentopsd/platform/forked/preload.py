@@ -11,12 +11,25 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl.agentopsd.platform.forked import launcher
+
+SERVER = (sys.executable, "-m", "verl.agentopsd.platform.forked.server")
+MODULES = (
+    "ray._private.workers.default_worker",
+    "verl.trainer.ppo.v1",
+    "verl.workers.engine_workers",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "verl.agentopsd.rollout.agent_loop",
+    "verl.agentopsd.envs.alfworld",
+)
+"""What the worker processes of a run import, together."""
 
 
 class PreloadError(RuntimeError):
@@ -43,8 +56,8 @@ class Preloaded:
         process: the server's.
     """
 
-    def __init__(self) -> None:
-        """Starts the server and returns at once: it imports while this process goes on."""
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+        """Starts the server and returns at once: it imports ``modules`` while this process goes on."""
         self._folder = Path(tempfile.mkdtemp(prefix="agentopsd-fork-"))  # readable by this user alone
         address, self.python, self._log = (self._folder / name for name in ("socket", "python", "log"))
         start = shlex.join([sys.executable, "-I", "-S", launcher.__file__, str(address)])
@@ -56,7 +69,7 @@ class Preloaded:
             listening.listen(64)
             files = [listening.fileno(), ready]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "verl.agentopsd.platform.forked.server", *map(str, files), str(self.python)],
+                [*SERVER, *map(str, files), str(self.python), *modules],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,6 +1,6 @@
 """The process that has imported everything: forks itself for every launcher that asks.
 
-    python -m verl.agentopsd.platform.forked.server LISTENING_FD READY_FD LAUNCHER
+    python -m verl.agentopsd.platform.forked.server LISTENING_FD READY_FD LAUNCHER MODULE...
 
 Ends when its parent does. It has one thread, as a process that forks must; if an import has started another, it says
 so and ends, and the launchers fail.
@@ -28,18 +28,6 @@ import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
-
-MODULES = (
-    "ray._private.workers.default_worker",
-    "verl.trainer.ppo.v1",
-    "verl.workers.engine_workers",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "verl.agentopsd.rollout.agent_loop",
-    "verl.agentopsd.envs.alfworld",
-)
-"""What the worker processes of a run import, together."""
 
 MAX_FILES = 256
 PR_SET_PDEATHSIG = 1
@@ -233,14 +221,23 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def one_way_to_set_titles() -> None:
+    """A process's title is written where its first arguments and environment lie, which whoever looks for that place
+    moves away: Ray's own copy and vLLM's library find it only once, so that forks use the library for both.
+    """
+    library = importlib.import_module("setproctitle")
+    library.getproctitle()
+    if raylet := sys.modules.get("ray._raylet"):
+        raylet.setproctitle, raylet.getproctitle = library.setproctitle, library.getproctitle  # type: ignore[attr-defined]
+
+
 def main(arguments: Sequence[str]) -> int:
     listening, ready, launcher = socket.socket(fileno=int(arguments[0])), int(arguments[1]), arguments[2]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's Ctrl-C; it ends the workers in their order
     gc.disable()
-    for name in MODULES:
+    for name in arguments[3:]:
         importlib.import_module(name)
-    with contextlib.suppress(ImportError):
-        importlib.import_module("setproctitle").getproctitle()  # finds its place while the environment is the first
+    one_way_to_set_titles()
     gc.collect()
     gc.freeze()
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
