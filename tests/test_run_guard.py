@@ -84,6 +84,20 @@ def test_a_change_is_refused_with_every_difference_once(run_dir: Path):
     assert "--allow-config-change agentopsd.lambda (and so on for each)" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("env.max_turns_schedule=[[0,10],[5,20]]", r"env.max_turns_schedule: .* -> \[\[0, 10\], \[5, 20\]\]"),
+        ("env.invalid_action_penalty=0.1", r"env.invalid_action_penalty: 0.0 -> 0.1"),
+        ("data.sampling.strategy=difficulty", r'data.sampling.strategy: "shuffle" -> "difficulty"'),
+        ("agentopsd.base_estimator=rloo", r'agentopsd.base_estimator: "grpo" -> "rloo"'),
+    ],
+)
+def test_a_schedule_is_no_detail(run_dir: Path, override: str, line: str):
+    with pytest.raises(ConfigChanged, match=line):
+        run_guard.check_unchanged(config(run_dir, override))
+
+
 def test_an_allowed_change_passes_by_key_and_by_section(run_dir: Path):
     changed = config(run_dir, "agentopsd.lambda=0.3", "env.seed=7")
     run_guard.check_unchanged(changed, ["agentopsd", "env.seed"])

@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 import verl.agentopsd.trainer as module
 from verl.agentopsd.config import EnvConfig
 from verl.agentopsd.credited import CreditedEpisode
+from verl.agentopsd.durable import DurableTrainer
 from verl.agentopsd.episodes import Episode
 from verl.agentopsd.sampling import DifficultySampler, SamplingConfig
 from verl.agentopsd.skills.bank import SkillBank
@@ -77,6 +78,15 @@ def test_rows_carry_the_skill_of_their_task_type_and_missing_ones_are_counted(mo
     assert [row["max_turns"] for row in rows] == [30, 30]
     metrics = made._schedule_metrics([episode(0, skill="Be quick."), episode(1)], [0.0, 0.0])
     assert (metrics["student/skill_shown"], metrics["student/skill_fallbacks"]) == (0.5, 1.0)
+
+
+def test_missing_skills_are_counted_per_update(monkeypatch: pytest.MonkeyPatch):
+    made = trainer(student_skill=True)
+    monkeypatch.setattr(DurableTrainer, "on_step_begin", lambda self: None)
+    for _ in range(2):
+        made.on_step_begin()
+        fetched(monkeypatch, made)
+        assert made._schedule_metrics([episode(0)], [0.0])["student/skill_fallbacks"] == 1.0
 
 
 def episode(sample: int, won: bool = False, skill: str = "", env_error: str = "") -> Episode:

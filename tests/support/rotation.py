@@ -6,15 +6,24 @@ import functools
 import sys
 from typing import Any
 
+from omegaconf import OmegaConf, open_dict
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
 
-from verl.agentopsd.main import main
+from verl.agentopsd.main import compose_config, main
 from verl.agentopsd.methods import METHODS
 from verl.agentopsd.methods.base import DistillConfig
 from verl.agentopsd.methods.loss import distilled_loss
 from verl.agentopsd.trainer import AgentOPSDTrainer
 
 ORDER = ("agentopsd", "step_opsd", "rlsd", "opd", "sdar", "grpo_opsd", "skill_sd")
+"""Every method with a teacher."""
+BASELINES = ("rloo", "dr_grpo")
+"""Configurations of ``method/`` that only change what verl itself does; they come after :data:`ORDER`."""
+SWITCHED = (
+    *("agentopsd.base_estimator", "algorithm.norm_adv_by_std_in_grpo", "actor_rollout_ref.actor.loss_agg_mode"),
+    "actor_rollout_ref.actor.loss_scale_factor",
+)
 
 
 def rotate() -> None:
@@ -22,7 +31,18 @@ def rotate() -> None:
     compute_advantage = AgentOPSDTrainer._compute_advantage
 
     def rotating(self: AgentOPSDTrainer, batch: Any, metrics: dict) -> Any:
-        self.method = METHODS[ORDER[(self.global_steps - 1) % len(ORDER)]]
+        name = (*ORDER, *BASELINES)[self.global_steps - 1]
+        if name in BASELINES:
+            self.method, self.teacher = METHODS["grpo"], None
+            wanted = compose_config([f"method={name}", "model=tiny", "device=cpu"])
+            with open_dict(self.config):
+                for key in SWITCHED:
+                    OmegaConf.update(self.config, key, OmegaConf.select(wanted, key))
+                self.config.algorithm.adv_estimator = self.config.agentopsd.base_estimator
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            self.actor_rollout_wg.set_loss_fn(functools.partial(ppo_loss, config=actor))
+            return compute_advantage(self, batch, metrics)
+        self.method = METHODS[name]
         self.distill = DistillConfig(coef=0.5)
         if self.method.loss_term is not None:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)

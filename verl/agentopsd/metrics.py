@@ -111,7 +111,7 @@ def teacher_metrics(
         gaps: per scored row its action tokens' gaps in nats.
         rows_skipped: rows that were not scored: A is 0 and the method needs no more, or the environment lost them.
         tokens: tokens of the scored rows, prompt included.
-        skill_fallbacks: games without a skill that were scored with the fall-back.
+        skill_fallbacks: rows of this update that were scored with the general skill for want of their own.
         seconds: wall time of the scoring.
         without_text: rows without a won sibling, or whose commands do not fit (``privilege=hindsight`` only).
     """

@@ -127,6 +127,10 @@ class AgentOPSDTrainer(DurableTrainer):
             row_multiple=weights.row_multiple,
         )
 
+    def on_step_begin(self) -> None:
+        super().on_step_begin()
+        self.bank.fallbacks.clear()  # counted per update; a validation with skills counts too
+
     # -- rollout -------------------------------------------------------------------------------------------------
 
     def _fetch_one_gen_batch(self) -> TensorDict:
