@@ -24,7 +24,7 @@ ALONE = (
     "growth",
     "cost_model",
 )
-STACK = ("startup", "update")
+STACK = ("startup", "update", "rollout_tokens")
 
 
 def main() -> int:

@@ -13,6 +13,8 @@ usage: bash scripts/test.sh [--fast] [--no-lint] [pytest arguments]
 
 Installs what is missing (scripts/install.sh --dev --textworld), then runs ruff, mypy and pytest.
 
+  Without pytest arguments two processes share the test files; AGENTOPSD_TEST_WORKERS sets another number.
+
   --fast      leave out the tests marked e2e, which run the real stack for minutes
   --no-lint   pytest only
   -h, --help  this text
@@ -59,6 +61,8 @@ if ((lint)); then
   check "shellcheck" "${PYTHON%/*}/shellcheck" -x scripts/*.sh examples/*.sh examples/*.sbatch .ci/run
   check "mypy" "$PYTHON" -m mypy
 fi
+# A start of the stack waits as much as it computes: two files at a time.
+(($#)) || select+=(-n "${AGENTOPSD_TEST_WORKERS:-2}" --dist loadfile)
 check "pytest" "$PYTHON" -m pytest "${select[@]}" "$@"
 
 if ((${#failed[@]})); then

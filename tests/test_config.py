@@ -62,6 +62,10 @@ def test_a_loss_term_of_weight_0_needs_no_teacher():
         (["agentopsd.teacher.n_gpus_per_node=1"], "belongs to agentopsd.teacher.source=model"),
         (["agentopsd.student_skill=true"], "shows both the same skill"),
         (["algorithm.adv_estimator=sdar"], "agentopsd.distill.coef is not set: choose method=sdar"),
+        (
+            ["method=step_opsd", "agentopsd.shuffle_evidence=true"],
+            "is a control of algorithm.adv_estimator=agentopsd, not of step_opsd",
+        ),
         (["algorithm.adv_estimator=skill_grpo"], "needs agentopsd.student_skill=true: choose method=skill_grpo"),
         (["method=sdar", "agentopsd.distill.kl=k3"], "agentopsd.distill.kl=k3: must be one of k2, k3+"),
         (["agentopsd.teacher.source=other"], "agentopsd.teacher.source=other: must be one of self, ref, model"),

@@ -43,6 +43,8 @@ def rotate() -> None:
             self.actor_rollout_wg.set_loss_fn(functools.partial(ppo_loss, config=actor))
             return compute_advantage(self, batch, metrics)
         self.method = METHODS[name]
+        with open_dict(self.config):  # the control of one method
+            self.config.agentopsd.shuffle_evidence = self.config.agentopsd.shuffle_evidence and name == "agentopsd"
         self.distill = DistillConfig(coef=0.5)
         if self.method.loss_term is not None:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)

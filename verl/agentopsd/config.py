@@ -245,6 +245,11 @@ def _teacher_problems(config: DictConfig) -> list[str]:
         problems.append(
             f"algorithm.adv_estimator={method.name} needs agentopsd.student_skill=true: choose method={method.name}"
         )
+    if section.shuffle_evidence and method.name != "agentopsd":
+        problems.append(
+            f"agentopsd.shuffle_evidence=true is a control of algorithm.adv_estimator=agentopsd, not of {method.name}: "
+            "leave it out"
+        )
     if (teacher.source == "model") != (teacher.path is not None):
         problems.append(
             "agentopsd.teacher.source=model needs agentopsd.teacher.path, the folder of the teacher's checkpoint"
