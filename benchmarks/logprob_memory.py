@@ -47,7 +47,7 @@ def fused(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def ours(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    from verl.agentopsd.action_logprobs import action_log_probs
+    from benchmarks.action_logprobs import action_log_probs
 
     return action_log_probs(hidden, weight, ids, mask)
 

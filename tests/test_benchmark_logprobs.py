@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.agentopsd.action_logprobs import action_log_probs
+from benchmarks.action_logprobs import action_log_probs
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
