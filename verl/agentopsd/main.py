@@ -62,12 +62,18 @@ def config_group(name: str) -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def prepare(config: DictConfig) -> dict[str, str]:
-    """Fills in what depends on this machine, then validates. Returns the environment of the workers."""
+def worker_environment(config: DictConfig) -> dict[str, str]:
+    """Variables that every worker must have; sets them here as well."""
     environment = activate_cpu() if config.trainer.device == "cpu" else {}
     if Path(str(config.actor_rollout_ref.model.path)).is_dir():
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    return environment
+
+
+def prepare(config: DictConfig) -> dict[str, str]:
+    """Fills in what depends on this machine, then validates. Returns the environment of the workers."""
+    environment = worker_environment(config)
     with open_dict(config):
         loops = files("agentopsd_config").joinpath("agent_loops.yaml")
         config.actor_rollout_ref.rollout.agent.agent_loop_config_path = str(loops)
@@ -198,11 +204,13 @@ def train(overrides: list[str], dry_run: bool = False, allowed_changes: Sequence
         allowed_changes: keys in which a resumed run may differ from what it was started with.
     """
     config = compose_config(overrides)
-    environment = prepare(config)
-    run_guard.check_unchanged(config, allowed_changes)
-    run_guard.check_checkpoint(config)
-    print(plan(config), flush=True)
+    worker_environment(config)
+    # what workers import is imported while this process checks the configuration
     with contextlib.nullcontext() if dry_run else preloading(config):
+        environment = prepare(config)
+        run_guard.check_unchanged(config, allowed_changes)
+        run_guard.check_checkpoint(config)
+        print(plan(config), flush=True)
         report = examine(config, rehearse=dry_run)
         if dry_run:
             output.show(report, Console())
