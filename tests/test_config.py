@@ -115,6 +115,7 @@ def test_overrides_reach_the_credit_rule():
         ("data.sampling.hard_share=0.8", "hard_share + easy_share + explore_share is 1.1, more than a whole update"),
         ("data.sampling.window=0", "data.sampling.window=0: must be a whole number, at least 1"),
         ("agentopsd.student_skill=1", "agentopsd.student_skill=1: must be true or false"),
+        ("hardware.forked_workers=often", "hardware.forked_workers=often: must be true or false"),
         ("agentopsd.student_skill=true", "agentopsd.student_skill=true with"),
         ("env.backend=exactly", "env.backend=exactly: must be one of exact, textworld; did you mean exact?"),
         ("actor_rollout_ref.rollout.n=1", "a group of one has no advantage"),

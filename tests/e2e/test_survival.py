@@ -72,7 +72,10 @@ def struck(directory: Path, victim: str, moment: str, step: int, *overrides: str
         except subprocess.TimeoutExpired:
             process.kill()
             pytest.fail(f"still running a minute after the blow: {log.read_text()[-4000:]}")
-    sockets = {(name, address.removeprefix("::ffff:")) for name, address in json.loads(blow.read_text())}
+    seen = json.loads(blow.read_text())
+    sockets = {(name, address.removeprefix("::ffff:")) for name, address in seen["sockets"]}
+    for kind in ("WorkerDict", "vLLMHttpServer", "VLLM::EngineCore", "AgentLoopWorker", "TransferQueueController"):
+        assert any(kind in name for name in seen["forks"]), f"{kind} is no fork: {seen['forks']}"
     assert len(sockets) > 3, "Ray, the queue and the rollout server listen somewhere"
     assert [one for one in sockets if one[1] not in ("127.0.0.1", "::1")] == [], "and on the loopback interface only"
     gone(directory)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -14,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.agentopsd.main import compose_config
+from verl.agentopsd.platform.forked import preload
 from verl.agentopsd.platform.forked.preload import Preloaded, PreloadError
 
 MARK = "this_process_is_a_fork"
@@ -23,15 +30,13 @@ MARK = "this_process_is_a_fork"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     """A server that has imported a module of the test's, so that a fork can be told from a new process."""
     folder = tmp_path_factory.mktemp("modules")
-    (folder / f"{MARK}.py").write_text("import os\nSERVER = os.getpid()\n")
-    os.environ["PYTHONPATH"] = str(folder)
+    (folder / f"{MARK}.py").write_text("print('imported')\n")
+    preloaded = Preloaded([MARK, "ray", "numpy", "torch"], {"PYTHONPATH": str(folder)})
     try:
-        preloaded = Preloaded([MARK, "ray"])
         preloaded.wait(120)
+        yield preloaded
     finally:
-        del os.environ["PYTHONPATH"]
-    yield preloaded
-    preloaded.close()
+        preloaded.close()
 
 
 def python(server: Preloaded, code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -82,9 +87,82 @@ def test_inherited_files_keep_their_numbers(server: Preloaded):
 
 
 def test_forks_draw_different_random_numbers(server: Preloaded):
-    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    code = """
+    import sys
+    assert {"numpy", "torch"} <= set(sys.modules), "the server has imported them"
+    import multiprocessing, random, numpy, torch
+    print(random.random(), numpy.random.rand(), torch.rand(1).item(), multiprocessing.current_process().authkey.hex())
+    """
     first, second = (python(server, code).stdout.split() for _ in range(2))
-    assert len(first) == 3 and all(a != b for a, b in zip(first, second, strict=True))
+    assert len(first) == 4 and all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_what_a_process_inherits_is_the_launcher_s(server: Preloaded):
+    code = """
+    import json, os, resource, signal
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    score = int(open("/proc/self/oom_score_adj").read())
+    print(json.dumps([resource.getrlimit(resource.RLIMIT_NOFILE), os.umask(0), os.nice(0), score, blocked]))
+    print(os.getpgid(0) == os.getpid())
+    """
+
+    def before() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (333, 444))
+        os.umask(0o27)
+        os.nice(3)
+        Path("/proc/self/oom_score_adj").write_text("500")
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+    lines = python(server, code, preexec_fn=before).stdout.splitlines()
+    assert json.loads(lines[0]) == [[333, 444], 0o27, 3, 500, [int(signal.SIGUSR1)]]
+    assert lines[1] == "True", "a kill of its process group meets nobody else"
+
+
+def test_a_pipe_that_the_fork_closes_is_closed(server: Preloaded):
+    read, write = os.pipe()
+    code = f"import os, sys; os.close({write}); sys.stdin.read()"
+    process = subprocess.Popen([server.python, "-c", code], stdin=subprocess.PIPE, pass_fds=[write])
+    os.close(write)
+    assert os.read(read, 1) == b"", "the launcher holds it no longer"
+    assert process.poll() is None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == 0
+    os.close(read)
+
+
+def test_a_module_runs_and_no_arguments_are_an_error(server: Preloaded, tmp_path: Path):
+    (tmp_path / "played.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    done = subprocess.run(
+        [server.python, "-m", "played", "x"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stdout == "__main__ ['x']\n", done.stderr
+    assert subprocess.run([server.python], capture_output=True, timeout=60).returncode == 2
+
+
+def test_a_bad_or_silent_client_harms_nobody(server: Preloaded):
+    """It is given up after a few seconds; the files that came with a bad request are closed."""
+    address = str(server.python.parent / "socket")
+    read, write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as bad:
+        silent.connect(address)
+        bad.connect(address)
+        socket.send_fds(bad, [(3).to_bytes(4, "big") + b"{{{"], [write])
+        os.close(write)
+        assert python(server, "print('served')").stdout == "served\n"
+        assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def test_forks_leave_no_descriptor_in_the_server(server: Preloaded):
+    files = Path(f"/proc/{server.process.pid}/fd")
+    python(server, "pass")
+    before = len(list(files.iterdir()))
+    for _ in range(20):
+        python(server, "pass")
+    deadline = time.monotonic() + 10  # a launcher ends a moment before the server has closed what belonged to it
+    while len(list(files.iterdir())) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(list(files.iterdir())) <= before
 
 
 @pytest.mark.parametrize("module", ["ray._raylet", "setproctitle"])
@@ -143,7 +221,13 @@ def test_a_killed_launcher_takes_its_fork_along(server: Preloaded):
 def test_a_killed_fork_ends_its_launcher(server: Preloaded):
     launcher, fork = running(server, WAIT)
     fork.kill()
-    assert launcher.wait(30) == 128 + signal.SIGKILL
+    assert launcher.wait(30) == -signal.SIGKILL, "like the process that it stands for"
+
+
+def test_the_terminals_ctrl_c_is_not_for_forks(server: Preloaded):
+    _, fork = running(server, WAIT)
+    assert os.getsid(fork.pid) == os.getsid(server.process.pid) != os.getsid(0)
+    fork.kill()
 
 
 def test_another_ray_job_than_the_one_it_was_made_for_is_an_error(server: Preloaded):
@@ -202,3 +286,65 @@ def test_a_server_that_is_late_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         preloaded.wait(0.01)
     preloaded.close()
     assert not preloaded.python.exists()
+
+
+@pytest.mark.parametrize("folder", ["with space", "long" * 30])
+def test_a_folder_that_does_not_do_is_one_sentence(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+    if folder.startswith("long"):
+        with pytest.raises(PreloadError, match=r"AF_UNIX path too long\): set TMPDIR.*forked_workers=false"):
+            Preloaded(["json"])
+        assert list((tmp_path / folder).iterdir()) == []
+        return
+    preloaded = Preloaded(["json"])
+    try:
+        preloaded.wait(120)
+        done = subprocess.run(["bash", "-c", f"exec {shlex.quote(str(preloaded.python))} -c 'print(1)'"], timeout=60)
+        assert done.returncode == 0
+    finally:
+        preloaded.close()
+
+
+TINY = ["model=tiny", "device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address", "expected"),
+    [
+        ([], "", True),
+        (["hardware.forked_workers=false"], "", False),
+        ([], "10.0.0.1:6379", False),
+        (["+ray_kwargs.ray_init.runtime_env.pip=[numpy]"], "", False),
+        (["+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=/x"], "", False),
+        (["+ray_kwargs.ray_init.runtime_env.env_vars.COLOUR=red"], "", True),
+        (["device=gpu"], "", False),
+    ],
+)
+def test_where_workers_are_forks(overrides: list[str], address: str, expected: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert preload.forks(compose_config([*TINY, *overrides])) is expected
+
+
+def test_there_is_one_server_within_the_body_and_none_after(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(preload, "MODULES", ("json",))
+    made = []
+    monkeypatch.setattr(preload, "Preloaded", lambda variables: made.append(variables) or Closing())
+    own = "+ray_kwargs.ray_init.runtime_env.env_vars.COLOUR=red"
+    config = compose_config([*TINY, own])
+    with preload.preloading(config, {"HF_HUB_OFFLINE": "1"}):
+        server = preload.current()
+        assert isinstance(server, Closing)
+        with preload.preloading(config, {}):
+            assert preload.current() is server
+        assert preload.current() is server and not server.closed
+    assert made == [{"HF_HUB_OFFLINE": "1", "COLOUR": "red"}]
+    assert preload.current() is None and server.closed
+
+
+class Closing:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True

@@ -3,7 +3,7 @@
 VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``engine``, ``player``,
 ``learner`` (SIGKILL to the vLLM server, its engine, the agent-loop worker, the training worker). MOMENT: ``rollout``,
 ``saving`` or the name of a stage with a limit. The blow falls in update STEP. Before it, LOG gets all that the run
-listens on: a JSON list of process and address.
+listens on, as process and address, and the names of the workers that are forks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def strike(victim: str, log: Path) -> None:
     children = psutil.Process().children(recursive=True)
     sockets = [(process.name(), c.laddr.ip) for process in [psutil.Process(), *children] for c in listening(process)]
     sockets = [(name, address) for name, address in sockets if not (address == "::" and name in RENDEZVOUS)]
-    log.with_suffix(".new").write_text(json.dumps(sockets))
+    servers = [child.pid for child in children if "platform.forked.server" in " ".join(child.cmdline())]
+    forks = [child.name() for child in children if child.ppid() in servers]
+    log.with_suffix(".new").write_text(json.dumps({"sockets": sockets, "forks": forks}))
     log.with_suffix(".new").replace(log)
     if victim in ("driver", "terminate"):
         os.kill(os.getpid(), signal.SIGKILL if victim == "driver" else signal.SIGTERM)

@@ -189,7 +189,7 @@ def validate(config: DictConfig) -> None:
         *_teacher_problems(config),
         *_env_problems(config),
         *_sampling_problems(config),
-        *_student_skill_problems(config),
+        *_switch_problems(config),
     ]
     if not problems:  # these compute with the values that the checks above have let through
         problems = [*_batch_problems(config), *_length_problems(config), *deployment.problems(config)]
@@ -341,9 +341,13 @@ def _sampling_problems(config: DictConfig) -> list[str]:
     return problems
 
 
-def _student_skill_problems(config: DictConfig) -> list[str]:
-    problem = _boolean("agentopsd.student_skill", config.agentopsd.student_skill)
-    return [problem] if problem else []
+def _switch_problems(config: DictConfig) -> list[str]:
+    """Switches that are on or off, and belong to no other check."""
+    checks = [
+        _boolean("agentopsd.student_skill", config.agentopsd.student_skill),
+        _boolean("hardware.forked_workers", config.hardware.forked_workers),
+    ]
+    return [problem for problem in checks if problem]
 
 
 def _batch_problems(config: DictConfig) -> list[str]:

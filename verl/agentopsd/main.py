@@ -38,7 +38,7 @@ from verl.agentopsd.doctor.finding import Level
 from verl.agentopsd.horizon import describe
 from verl.agentopsd.platform import patches
 from verl.agentopsd.platform.environment import activate_cpu
-from verl.agentopsd.platform.forked.preload import preloading
+from verl.agentopsd.platform.forked.preload import forks, preloading
 from verl.agentopsd.redact import redact, redact_yaml
 
 USAGE = """usage: python -m verl.agentopsd.main [--dry-run] [--cfg] [--allow-config-change KEY] [KEY=VALUE ...]
@@ -143,7 +143,8 @@ def plan(config: DictConfig) -> str:
         "lengths": f"prompt ≤ {data.max_prompt_length}, response ≤ {data.max_response_length} tokens",
         "updates": f"{config.trainer.total_training_steps}, validation on {data.val_files} every "
         f"{config.trainer.test_freq}, checkpoint every {config.trainer.save_freq}",
-        "devices": f"{config.trainer.nnodes} × {config.trainer.n_gpus_per_node} {config.trainer.device}",
+        "devices": f"{config.trainer.nnodes} × {config.trainer.n_gpus_per_node} {config.trainer.device}"
+        + (", workers are forks of one process" if forks(config) else ""),
     }
     return "\n".join(f"{name:8s} {text}" for name, text in lines.items())
 
@@ -204,10 +205,10 @@ def train(overrides: list[str], dry_run: bool = False, allowed_changes: Sequence
         allowed_changes: keys in which a resumed run may differ from what it was started with.
     """
     config = compose_config(overrides)
-    worker_environment(config)
+    environment = worker_environment(config)
     # what workers import is imported while this process checks the configuration
-    with contextlib.nullcontext() if dry_run else preloading(config):
-        environment = prepare(config)
+    with contextlib.nullcontext() if dry_run else preloading(config, environment):
+        prepare(config)
         run_guard.check_unchanged(config, allowed_changes)
         run_guard.check_checkpoint(config)
         print(plan(config), flush=True)

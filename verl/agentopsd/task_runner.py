@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -31,7 +32,7 @@ from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_se
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.run_guard import lock_run_dir
 from verl.agentopsd.termination import Stopped, Termination
-from verl.agentopsd.watchdog import kill_children
+from verl.agentopsd.watchdog import kill_children, stage
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
             options["address"] = "local"
             loopback_only()
             if server := preload.current():
-                given.setdefault("py_executable", str(server.python))
+                given.setdefault("py_executable", shlex.quote(str(server.python)))  # Ray gives it to a shell
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -198,8 +199,9 @@ def _train(config: DictConfig, termination: Termination) -> None:
     # upstream draws a bar of its own; ours has the success rate in it
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     trainer_base.Tracking = without_secrets(trainer_base.Tracking)  # type: ignore[misc, assignment]
-    preload.wait(float(config.limits.start))
-    tq.init(config.transfer_queue)
+    with stage("start", float(config.limits.start), Path(config.run_dir)):
+        preload.wait(float(config.limits.start))
+        tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:
         trainer = AgentOPSDTrainer(config)

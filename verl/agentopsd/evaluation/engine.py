@@ -95,7 +95,7 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
                 loops = AgentLoopManagerTQ.create(
                     config=config, llm_client=servers.get_client(), teacher_client=None, reward_loop_worker_handles=[]
                 )
-            except ResourceError:
+            except (ResourceError, preload.PreloadError):
                 raise
             except Exception as error:
                 raise EngineError(

@@ -128,7 +128,7 @@ def run(evaluation: Evaluation, output: Output, environment: dict[str, str]) -> 
             if missing:
                 bar.say("starting the rollout engine")
                 with (
-                    preloading(evaluation.config),
+                    preloading(evaluation.config, environment),
                     rollout_engine(evaluation.config, environment, output.work_dir) as loops,
                 ):
                     bar.begin()

@@ -1,14 +1,19 @@
-"""Stands where Python would be started: asks the server for a fork, forwards signals, ends with the fork's exit code.
+"""Stands where Python would be started: asks the server for a fork, forwards signals, ends as the fork ends.
 
 Reads nothing but the standard library and its first argument, the server's socket, so that it starts in milliseconds.
 """
 
 import array
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+
+LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
 def open_files(without: int) -> list[int]:
@@ -24,22 +29,65 @@ def open_files(without: int) -> list[int]:
     return found
 
 
-def main(address: str, arguments: list[str]) -> int:
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.connect(address)
+def state() -> dict[str, object]:
+    """What a process inherits from the one that starts it, beside its files."""
+    with open("/proc/self/oom_score_adj") as score:
+        return {
+            "environment": dict(os.environ),
+            "directory": os.getcwd(),
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "umask": os.umask(0o77),
+            "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+            "oom_score_adj": int(score.read()),
+        }
+
+
+def fork(server: socket.socket, arguments: list[str]) -> None:
+    """Asks for a fork with this process's files; gives up all of them but standard error."""
     files = open_files(server.fileno())
-    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
+    request = {"arguments": arguments, "files": files, **state()}
     body = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogateescape")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
     server.sendmsg([len(body).to_bytes(4, "big")], rights)
     server.sendall(body)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, frame: server.sendall(bytes([got])))
-    answer = server.recv(1)
-    if not answer:
-        print(f"the process that forks workers ({address}) is gone", file=sys.stderr)
+    for number in files:
+        if number != 2:  # who waits for the other end of a pipe waits for the fork alone
+            os.close(number)
+
+
+def end_by(number: int) -> None:
+    """Ends this process by a signal."""
+    with contextlib.suppress(OSError):  # SIGKILL's cannot be set
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+
+
+def main(address: str, arguments: list[str]) -> int:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def forward(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):
+            server.sendall(bytes([number]))
+
+    try:
+        server.connect(address)
+        fork(server, arguments)
+        for number in FORWARDED:
+            signal.signal(number, forward)
+        answer = server.recv(2)
+    except OSError as error:
+        answer, problem = b"", f" ({error.strerror})"
+    else:
+        problem = ""
+    if len(answer) < 2:
+        print(f"no fork: the process that forks workers has ended{problem}", file=sys.stderr)
         return 1
-    return answer[0]
+    by_signal, code = answer
+    if by_signal:
+        end_by(code)
+    return code
 
 
 if __name__ == "__main__":
