@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack import Run, environment, left_behind
+from stack import Run, environment, heed_interrupts, left_behind
 
 from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.evaluation.records import RecordFile, read_records
@@ -124,14 +124,22 @@ def test_an_interrupted_evaluation_continues_and_ends_like_a_straight_one(straig
     slow = [*GAMES, "env.max_concurrent_episodes=1"]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command(path, *slow), stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment(path)
+            command(path, *slow),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            env=environment(path),
+            preexec_fn=heed_interrupts,
         )
-        deadline = time.monotonic() + 300
-        while not path.exists() or path.read_text().count("\n") < 2:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == 130
+        try:
+            deadline = time.monotonic() + 300
+            while not path.exists() or path.read_text().count("\n") < 2:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=120) == 130
+        finally:
+            process.kill()
     assert "--resume continues" in log.read_text() and "Traceback" not in log.read_text()
     assert left_behind(path) == []
     played = read_records(path)

@@ -80,6 +80,11 @@ def left_behind(directory: Path) -> list[str]:
     return found
 
 
+def heed_interrupts() -> None:
+    """For ``preexec_fn``: a shell starts what it puts into the background with SIGINT ignored, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interrupt_when(directory: Path, sign: str, signum: signal.Signals, *overrides: str) -> Run:
     """Starts a run and signals it as soon as ``sign`` appears in its output or ``sign`` exists in its directory."""
     log = directory.parent / "log"
@@ -90,12 +95,16 @@ def interrupt_when(directory: Path, sign: str, signum: signal.Signals, *override
             stderr=subprocess.STDOUT,
             cwd=directory.parent,
             env=environment(directory),
+            preexec_fn=heed_interrupts,
         )
-        deadline = time.monotonic() + 300
-        while sign not in log.read_text() and not (directory / sign).exists():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.1)
-        os.kill(process.pid, signum)
-        returncode = process.wait(timeout=120)
+        try:
+            deadline = time.monotonic() + 300
+            while sign not in log.read_text() and not (directory / sign).exists():
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.1)
+            os.kill(process.pid, signum)
+            returncode = process.wait(timeout=120)
+        finally:
+            process.kill()
     return Run(directory, returncode, log.read_text())
