@@ -81,7 +81,7 @@ def left_behind(directory: Path) -> list[str]:
 
 
 def heed_interrupts() -> None:
-    """For ``preexec_fn``: a shell starts what it puts into the background with SIGINT ignored, and children inherit it."""
+    """For ``preexec_fn``: what a shell puts into the background ignores SIGINT, and so does all that it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
