@@ -40,13 +40,27 @@ def batch() -> list[Episode]:
 
 
 def check(episodes: list[Episode], run_dir: Path) -> None:
-    check_batch(episodes, step=5, games=2, group_size=3, run_dir=run_dir)
+    check_batch(episodes, step=5, games=2, group_size=3, max_logprob_gap=0.1, run_dir=run_dir)
 
 
 def with_value(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
     changed = tensor.clone()
     changed[index] = value
     return changed
+
+
+@pytest.mark.parametrize(("gap", "refused"), [(0.09, False), (0.11, True)])
+def test_a_sampler_with_other_weights_is_refused(gap: float, refused: bool, tmp_path: Path):
+    """Mean over the batch's action tokens; half of the episodes differ by twice as much."""
+    episodes = batch()
+    for one in episodes[::2]:
+        one.rollout_log_probs[one.action_mask] = one.old_log_probs[one.action_mask] - 2 * gap
+    for one in episodes[1::2]:
+        one.rollout_log_probs[one.action_mask] = one.old_log_probs[one.action_mask]
+    if not refused:
+        return check(episodes, tmp_path)
+    with pytest.raises(ContractViolation, match=r"rollout_log_probs: the rollout engine's .* 0.11 nats .*gap=0.1"):
+        check(episodes, tmp_path)
 
 
 ONE = episode(1, 2)

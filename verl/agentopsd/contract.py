@@ -23,7 +23,15 @@ class ContractViolation(RuntimeError):
     """A row that must not be trained on; the message names game, row and field, the dump holds the row."""
 
 
-def check_batch(episodes: Sequence[Episode], *, step: int, games: int, group_size: int, run_dir: Path) -> None:
+def check_batch(
+    episodes: Sequence[Episode],
+    *,
+    step: int,
+    games: int,
+    group_size: int,
+    max_logprob_gap: float,
+    run_dir: Path,
+) -> None:
     """Checks every row of an update, after the actor has scored it and before anything is computed from it.
 
     - ids, mask, both log-probs and spans agree in length; the mask is 1 exactly on the turns' tokens (I2, I3)
@@ -31,10 +39,12 @@ def check_batch(episodes: Sequence[Episode], *, step: int, games: int, group_siz
     - every answer was sampled with the weights of the last update, ``step`` − 1 (I5)
     - ``old_log_probs`` were computed by the actor and are not a copy of the sampler's: the evidence subtracts them
       from the teacher's, and both must come from one engine (I5)
+    - sampler and actor agree about the sampled tokens: they have the same weights
     - ``games`` groups of ``group_size`` rows, one game each, every sample once (I9)
 
     Args:
         step: the update that these rows are for.
+        max_logprob_gap: nats per action token by which sampler and actor may differ, in the mean over the batch.
 
     Raises:
         ContractViolation: the first violation; the row is in ``run_dir/contract-violation.json``.
@@ -49,7 +59,22 @@ def check_batch(episodes: Sequence[Episode], *, step: int, games: int, group_siz
             "different engines; set algorithm.rollout_correction.bypass_mode=false"
         )
         _refuse(sampled[0], "old_log_probs", copied, step, run_dir)
+    _check_gap(sampled, max_logprob_gap, step, run_dir)
     _check_groups(episodes, step, games, group_size, run_dir)
+
+
+def _check_gap(episodes: Sequence[Episode], most: float, step: int, run_dir: Path) -> None:
+    gaps = [(one.old_log_probs - one.rollout_log_probs)[one.action_mask].abs() for one in episodes]
+    tokens = sum(len(gap) for gap in gaps)
+    mean = sum(float(gap.double().sum()) for gap in gaps) / max(tokens, 1)
+    if mean > most:
+        worst = max(range(len(episodes)), key=lambda row: float(gaps[row].max()) if len(gaps[row]) else 0.0)
+        problem = (
+            f"the rollout engine's differ from the actor's by {mean:.2g} nats a token in the mean of the update, more "
+            f"than agentopsd.max_logprob_gap={most:g}: the engine does not play with the actor's weights, or at "
+            "another temperature"
+        )
+        _refuse(episodes[worst], "rollout_log_probs", problem, step, run_dir)
 
 
 def check_teacher(

@@ -1,11 +1,17 @@
 """Loaded by ``import verl`` in every process (entry point group ``verl.plugins``).
 
-Does nothing unless the process was started for the CPU (``VERL_PLATFORM=cpu``).
+Gives every run a weight channel of its own; the rest only in processes started for the CPU (``VERL_PLATFORM=cpu``).
 """
 
 import importlib
 import os
 import traceback
+
+try:
+    importlib.import_module("verl.agentopsd.platform.weight_channel").install()
+except Exception:
+    traceback.print_exc()  # verl logs a plugin's failure at debug level only
+    raise
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     try:

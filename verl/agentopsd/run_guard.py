@@ -32,6 +32,7 @@ FREE = (
     *("actor_rollout_ref.rollout.agent.agent_loop_config_path", "hydra", "global_profiler"),
     # which machine, how many helpers: they change no number
     *("ray_kwargs", "hardware", "transfer_queue", "actor_rollout_ref.rollout.agent.num_workers"),
+    "agentopsd.max_logprob_gap",
     *("env.workers", "env.max_concurrent_episodes", "env.reset_timeout", "env.step_timeout", "env.episode_timeout"),
     "data.env",  # a copy of env, which is compared itself
     *("env.episodes_per_worker", "env.worker_memory_mb", "env.max_error_share", "data.dataloader_num_workers"),

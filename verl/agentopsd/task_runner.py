@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
 from verl.agentopsd.doctor import resources
+from verl.agentopsd.platform import weight_channel
 from verl.agentopsd.platform.forked import preload
 from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.ray_auth import use_token_if_there
@@ -136,7 +137,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
 
     if not ray.is_initialized():
         defaults = get_ppo_ray_runtime_env(config)
-        defaults.setdefault("env_vars", {}).update({"TRANSFER_QUEUE_ENABLE": "1", **environment})
+        variables = {"TRANSFER_QUEUE_ENABLE": "1", **environment, **weight_channel.variables()}
+        defaults.setdefault("env_vars", {}).update(variables)
         options = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
         assert isinstance(options, dict)
         given = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}

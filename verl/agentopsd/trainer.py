@@ -188,7 +188,14 @@ class AgentOPSDTrainer(DurableTrainer):
         """Before anything is computed from a batch: every row keeps the contract, and not too many are lost."""
         games, group_size = self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
         step, run_dir = self.global_steps, self.run_dir
-        contract.check_batch(episodes, step=step, games=games, group_size=group_size, run_dir=run_dir)
+        contract.check_batch(
+            episodes,
+            step=step,
+            games=games,
+            group_size=group_size,
+            max_logprob_gap=self.config.agentopsd.max_logprob_gap,
+            run_dir=run_dir,
+        )
         report_faults(episodes, step=step, max_share=self.env.max_error_share, run_dir=run_dir)
 
     def _base_advantages(self, batch: KVBatchMeta, episodes: list[Episode], metrics: dict) -> list[float]:

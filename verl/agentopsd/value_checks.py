@@ -42,6 +42,7 @@ CHECKS: Mapping[str, Check] = {
     "run_dir": TEXT,
     "trust_checkpoint": FLAG,
     "agentopsd.base_estimator": TEXT,
+    "agentopsd.max_logprob_gap": POSITIVE,
     "agentopsd.teacher.skills": TEXT,
     "env.name": TEXT,
     "env.data_dir": _or_none(TEXT),
