@@ -6,7 +6,6 @@ import json
 import math
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,22 +209,6 @@ def test_overrides_and_the_real_engine(train: Callable[..., Run]):
     assert done.metrics[1]["env/errors"] == 0
     assert done.metrics[1]["env/turns_mean"] == 4
     assert "λ 0.3  γ 1.0  b 0.5" in done.output
-
-
-def test_two_runs_at_once_keep_their_own_weights(train: Callable[..., Run], tmp_path: Path):
-    """Both have a Ray cluster of their own, and with it the same job id; one learns fast, the other nothing."""
-    updates = ["trainer.total_training_steps=3", "trainer.save_freq=-1"]
-
-    def learn(rate: str) -> Run:
-        return train(*updates, f"actor_rollout_ref.actor.optim.lr={rate}", directory=tmp_path / rate)
-
-    with ThreadPoolExecutor() as pool:
-        runs = list(pool.map(learn, ("1e-2", "1e-9")))
-    for done in runs:
-        assert done.returncode == 0, done.output[-4000:]
-        assert max(done.metrics[step]["rollout/logprob_gap_abs_max"] for step in (1, 2, 3)) < 1e-3
-    fast, slow = (texts(done.rollouts(3)) for done in runs)
-    assert fast != slow
 
 
 def test_control_c_stops_cleanly_and_says_how_to_continue(tmp_path: Path, alfworld_data: Path):
