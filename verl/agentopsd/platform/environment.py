@@ -27,6 +27,7 @@ CPU_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_task_events_report_interval_ms": "0",  # else Ray keeps the last 100,000 calls in memory, for its dashboard
     "TRANSFORMERS_VERBOSITY": "error",
 }
 
