@@ -29,6 +29,7 @@ FREQUENCY = "a whole number of updates, or -1 for never"
 
 VALUES = [
     ("agentopsd.base_estimator", "3", "3", "a text"),
+    ("agentopsd.max_logprob_gap", "0", "0", POSITIVE),
     ("agentopsd.teacher.skills", "null", "None", "a text"),
     ("env.check_counts", "maybe", "maybe", FLAG),
     ("env.show_admissible", "1", "1", FLAG),
