@@ -117,9 +117,12 @@ class Preloaded:
             raise PreloadError(f"the process that imports what all workers need is not ready after {seconds:.0f} s")
         if not os.read(self._ready, 1):
             raise PreloadError(f"the process that imports what all workers need has ended: {self._said()}. {LEAVE_IT}")
-        tried = subprocess.run(
-            [self.python, "-c", "print('alive')"], capture_output=True, text=True, timeout=seconds, errors="replace"
-        )
+        try:
+            tried = subprocess.run(
+                [self.python, "-c", "print('alive')"], capture_output=True, text=True, timeout=seconds, errors="replace"
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PreloadError(f"workers cannot be forked: {error}. {LEAVE_IT}") from error
         if tried.stdout != "alive\n":
             said = tried.stderr.strip().splitlines()[-1:] or [self._said()]
             raise PreloadError(f"workers cannot be forked: {said[0]}. {LEAVE_IT}")
