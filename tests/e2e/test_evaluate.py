@@ -64,7 +64,9 @@ def evaluate(path: Path, *arguments: str, timeout: float = 420) -> Done:
         cwd=path.parent,
         env=environment(path),
     )
-    return Done(path, done.returncode, done.stdout + done.stderr)
+    errors = path.with_name(f"{path.name}.work") / "worker-errors.log"  # there only when something went wrong
+    output = done.stdout + done.stderr + (errors.read_text()[-3000:] if errors.exists() else "")
+    return Done(path, done.returncode, output)
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,16 @@ from verl.agentopsd.platform.forked.preload import Preloaded, PreloadError
 MARK = "this_process_is_a_fork"
 
 
+ACTOR = "an_actor_s_class"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     """A server that has imported a module of the test's, so that a fork can be told from a new process."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / f"{MARK}.py").write_text("print('imported')\n")
-    preloaded = Preloaded([MARK, "ray", "numpy", "torch"], {"PYTHONPATH": str(folder)})
+    (folder / f"{ACTOR}.py").write_text("import ray\n\n@ray.remote\nclass Actor:\n    pass\n")
+    preloaded = Preloaded([MARK, "ray", ACTOR, "numpy", "torch"], {"PYTHONPATH": str(folder)})
     try:
         preloaded.wait(120)
         yield preloaded
@@ -58,6 +62,19 @@ def test_code_arguments_output_and_exit_code(server: Preloaded, tmp_path: Path):
     assert done.returncode == 7
     assert done.stdout == f"True ['-c', 'a b', 'ä'] {tmp_path} blå False\n"
     assert done.stderr == "words\n"
+
+
+def test_forks_draw_different_ids_of_ray_s(server: Preloaded):
+    """Equal ids of two workers' calls end the process that gets both (a check within Ray: ``erased == 1``)."""
+    code = """
+    import threading
+    import ray
+    def draw(): print(ray.TaskID.for_fake_task(ray.JobID.from_int(1)).hex(), ray.ObjectRef.from_random().hex())
+    draw()
+    other = threading.Thread(target=draw); other.start(); other.join()
+    """
+    drawn = [word for _ in range(3) for word in python(server, code).stdout.split()]
+    assert len(drawn) == len(set(drawn)) == 12
 
 
 def test_a_script_is_main_and_finds_its_neighbours(server: Preloaded, tmp_path: Path):
@@ -269,6 +286,7 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path):
             "2 threads run",
         ),
         ("raise ImportError('no such luck')", "ImportError: no such luck"),
+        ("import ray; ray.ObjectRef.from_random()", "has drawn one of Ray's random ids"),
     ],
 )
 def test_a_server_that_cannot_serve_says_why(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -289,13 +307,16 @@ def test_a_server_that_is_late_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("folder", ["with space", "long" * 30])
-def test_a_folder_that_does_not_do_is_one_sentence(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / folder).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+def test_a_folder_that_does_not_do_is_one_sentence(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    temporary = tmp_path_factory.mktemp("t") / folder  # a socket's path has at most 107 characters
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     if folder.startswith("long"):
         with pytest.raises(PreloadError, match=r"AF_UNIX path too long\): set TMPDIR.*forked_workers=false"):
             Preloaded(["json"])
-        assert list((tmp_path / folder).iterdir()) == []
+        assert list(temporary.iterdir()) == []
         return
     preloaded = Preloaded(["json"])
     try:

@@ -40,7 +40,7 @@ def strike(victim: str, log: Path) -> None:
     children = psutil.Process().children(recursive=True)
     sockets = [(process.name(), c.laddr.ip) for process in [psutil.Process(), *children] for c in listening(process)]
     sockets = [(name, address) for name, address in sockets if not (address == "::" and name in RENDEZVOUS)]
-    servers = [child.pid for child in children if "platform.forked.server" in " ".join(child.cmdline())]
+    servers = [child.pid for child in children if "forked/server.py" in " ".join(child.cmdline())]
     forks = [child.name() for child in children if child.ppid() in servers]
     log.with_suffix(".new").write_text(json.dumps({"sockets": sockets, "forks": forks}))
     log.with_suffix(".new").replace(log)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from verl.agentopsd.envs.base import EnvFamily, EnvironmentFault, Message, Task, make_family
@@ -26,6 +27,7 @@ from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv, short_trace
 from verl.agentopsd.rollout.failures import report
 from verl.agentopsd.rollout.ledger import TokenLedger
 from verl.agentopsd.rollout.seeds import episode_seed, turn_seed
+from verl.agentopsd.rollout.serving import one_server, request_parameters
 from verl.agentopsd.skills.insert import with_skill
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class RolloutContext:
     response_length: int
     max_model_len: int
     skill_position: str
+    request_parameters: dict[str, Any]
     seed_name: str = "seed"
 
     @classmethod
@@ -84,6 +87,7 @@ class RolloutContext:
             response_length=int(rollout.response_length),
             max_model_len=int(rollout.get("max_model_len") or total),
             skill_position=OmegaConf.select(config, "agentopsd.teacher.skill_position", default="system"),
+            request_parameters=request_parameters(rollout.get("name")),
             # SGLang refuses parameters it does not know, and this one has another name there
             seed_name="sampling_seed" if rollout.get("name") == "sglang" else "seed",
         )
@@ -179,7 +183,8 @@ class TextEnvAgentLoop(AgentLoopBase):
             deadline = Deadline(context.episode_timeout)
             env = EpisodeEnv(lambda: context.family.make(task), context.executor, deadline)
             try:
-                await self._play(episode, env, deadline, sampling_params)
+                async with one_server(self.server_manager, episode.request_id, deadline) as client:
+                    await self._play(episode, client, env, deadline, sampling_params)
             except EnvironmentFault as fault:
                 episode.env_error = str(fault) or type(fault).__name__
                 episode.env_trace = short_trace(fault)
@@ -196,7 +201,12 @@ class TextEnvAgentLoop(AgentLoopBase):
         return self._slots[loop]
 
     async def _play(
-        self, episode: EpisodeState, env: EpisodeEnv, deadline: Deadline, sampling_params: dict[str, Any]
+        self,
+        episode: EpisodeState,
+        client: LLMServerClient,
+        env: EpisodeEnv,
+        deadline: Deadline,
+        sampling_params: dict[str, Any],
     ) -> None:
         """Alternates between server and environment until the game or a limit ends the episode."""
         context, chat, family = self.context, self.context.chat, self.context.family
@@ -216,7 +226,7 @@ class TextEnvAgentLoop(AgentLoopBase):
                 episode.truncated_by = "length"
                 return
             ledger.append_context(shown)
-            sampled = await self._sample(episode, ledger, deadline, sampling_params)
+            sampled = await self._sample(episode, client, ledger, deadline, sampling_params)
             try:
                 span = ledger.append_action(sampled.token_ids, sampled.log_probs)
             except ValueError as error:
@@ -253,14 +263,16 @@ class TextEnvAgentLoop(AgentLoopBase):
         return ids
 
     async def _sample(
-        self, episode: EpisodeState, ledger: TokenLedger, deadline: Deadline, sampling_params: dict[str, Any]
+        self,
+        episode: EpisodeState,
+        client: LLMServerClient,
+        ledger: TokenLedger,
+        deadline: Deadline,
+        sampling_params: dict[str, Any],
     ) -> TokenOutput:
-        """Lets the server sample one answer behind everything in the ledger.
-
-        One request id per episode keeps it on one server, where its prefix is cached.
-        """
+        """Lets the server sample one answer behind everything in the ledger."""
         context, turn = self.context, len(episode.turns)
-        params = dict(sampling_params)
+        params = {**sampling_params, **context.request_parameters}
         params["max_tokens"] = context.max_action_tokens
         params["stop_token_ids"] = [context.chat.end_of_turn_id]
         if context.seed is not None and params.get("temperature", 1.0) > 0:
@@ -268,15 +280,14 @@ class TextEnvAgentLoop(AgentLoopBase):
         started = time.monotonic()
         try:
             output: TokenOutput = await deadline.wait(
-                self.server_manager.generate(
-                    request_id=episode.request_id, prompt_ids=ledger.all_ids, sampling_params=params
-                )
+                client.generate(request_id=episode.request_id, prompt_ids=ledger.all_ids, sampling_params=params)
             )
         except EnvironmentFault:
             raise
         except Exception as error:
+            said = " ".join(str(error).split())  # Ray tells on the later lines why an actor died
             raise RolloutError(
-                f"game {episode.task.game_id}, turn {turn}: the rollout server failed: {type(error).__name__}: {error}"
+                f"game {episode.task.game_id}, turn {turn}: the rollout server failed: {type(error).__name__}: {said}"
             ) from error
         finally:
             episode.gen_seconds += time.monotonic() - started

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.agentopsd.platform import loopback
 from verl.agentopsd.platform.forked import launcher
 
-SERVER = (sys.executable, "-m", "verl.agentopsd.platform.forked.server")
+SERVER = (sys.executable, str(Path(__file__).with_name("server.py")))
 MODULES = (
     "ray._private.workers.default_worker",
     "verl.trainer.ppo.v1",
@@ -30,7 +30,7 @@ MODULES = (
     "verl.agentopsd.rollout.agent_loop",
     "verl.agentopsd.envs.alfworld",
 )
-"""What the worker processes of a run import, together."""
+"""What the worker processes of a run import, together; Ray first, see :func:`~.server.own_actor_class_ids`."""
 
 LEAVE_IT = "With hardware.forked_workers=false every worker imports for itself"
 

@@ -1,9 +1,9 @@
 """The process that has imported everything: forks itself for every launcher that asks.
 
-    python -m verl.agentopsd.platform.forked.server PARENT LISTENING_FD READY_FD LAUNCHER MODULE...
+    python verl/agentopsd/platform/forked/server.py PARENT LISTENING_FD READY_FD LAUNCHER MODULE...
 
-Ends when its parent does. It has one thread, as a process that forks must; if an import has started another, it says
-so and ends, and the launchers fail.
+Ends when its parent does. It has one thread, as a process that forks must, and has drawn none of Ray's random ids, so
+that forks draw different ones; if an import has broken either rule, it says so and ends, and the launchers fail.
 """
 
 from __future__ import annotations
@@ -274,7 +274,33 @@ def one_way_to_set_titles() -> None:
         raylet.setproctitle, raylet.getproctitle = library.setproctitle, library.getproctitle  # type: ignore[attr-defined]
 
 
+def own_actor_class_ids() -> None:
+    """Ray seeds the generator of its ids when it draws the first, and forks would go on from the same seed. Imports
+    that make actors of classes draw one for each; it comes from the system instead.
+    """
+    if (actor := sys.modules.get("ray.actor")) and isinstance(kind := actor.ActorClassID, type):
+        actor.ActorClassID = types.SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))  # type: ignore[attr-defined]
+
+
+def forks_draw_the_same_ids() -> bool:
+    """Whether two forks draw the same random id from Ray: their calls would be taken for one another."""
+    if (raylet := sys.modules.get("ray._raylet")) is None:
+        return False
+    drawn = []
+    for _ in range(2):
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(writing, raylet.TaskID.for_fake_task(raylet.JobID.from_int(1)).binary())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        drawn.append(os.read(reading, 64))
+        os.close(reading)
+        os.close(writing)
+    return drawn[0] == drawn[1]
+
+
 def main(arguments: Sequence[str]) -> int:
+    sys.path[0] = os.getcwd()  # as with -m, which would import verl, and so Ray's actors, before this line
     parent, listening = os.pidfd_open(int(arguments[0])), socket.socket(fileno=int(arguments[1]))
     ready, launcher = int(arguments[2]), arguments[3]
     try:
@@ -283,11 +309,15 @@ def main(arguments: Sequence[str]) -> int:
         gc.disable()
         for name in arguments[4:]:
             importlib.import_module(name)
+            own_actor_class_ids()
         one_way_to_set_titles()
         gc.collect()
         gc.freeze()
         if (threads := len(os.listdir("/proc/self/task"))) != 1:
             print(f"{threads} threads run after the imports: this process cannot be forked", file=sys.stderr)
+            return 1
+        if forks_draw_the_same_ids():
+            print("an import has drawn one of Ray's random ids: forks would draw the same ones", file=sys.stderr)
             return 1
         sys.stdout.flush()
         sys.stderr.flush()
