@@ -51,6 +51,7 @@ class Memory:
     """Private memory of each kind of process over time, in MiB."""
 
     seconds: list[float] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     by_process: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def sample(self, root: psutil.Process, now: float) -> None:
@@ -58,7 +59,8 @@ class Memory:
         self.seconds.append(now)
         for process in [root, *root.children(recursive=True)]:
             try:
-                self.by_process[name_of(process)].append((now, process.memory_full_info().uss / 2**20))
+                name = self.names.setdefault(process.pid, name_of(process))  # Ray's titles change with the call
+                self.by_process[name].append((now, process.memory_full_info().uss / 2**20))
             except psutil.Error:
                 continue
 
@@ -138,7 +140,7 @@ def soak(run_dir: Path, plan: Plan, minutes: float, rate: float, every: float) -
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "benchmarks.faulty_env", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "verl.agentopsd.main", *SETTINGS, f"+env.fault_rate={rate}", f"run_dir={run_dir}"]
     blows, told, over = list(plan.blows), [], time.monotonic() + minutes * 60
-    with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
+    with (run_dir.parent / f"{run_dir.name}-output.log").open("w") as log:
         while True:
             memory = Memory()
             process = subprocess.Popen(
