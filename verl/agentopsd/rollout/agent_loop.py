@@ -68,13 +68,14 @@ class RolloutContext:
         if OmegaConf.is_config(template_kwargs):
             template_kwargs = OmegaConf.to_container(template_kwargs, resolve=True)
         concurrent = int(env.get("max_concurrent_episodes", 256))
+        family = make_family(env)
         # One thread per running episode: fewer could all wait for environments held by episodes without a thread.
-        in_place = env.get("backend") == "exact"
+        in_place = getattr(family, "instant", False)
         total = int(rollout.prompt_length) + int(rollout.response_length)
         context = cls(
             config=config,
             tokenizer=tokenizer,
-            family=make_family(env),
+            family=family,
             chat=ChatFormat(tokenizer, template_kwargs),
             executor=None if in_place else ThreadPoolExecutor(concurrent, thread_name_prefix="text-env"),
             max_turns=int(env["max_turns"]),
