@@ -117,7 +117,9 @@ METHODS = sorted(path.stem for path in (ROOT / "agentopsd_config" / "method").gl
 
 
 @pytest.mark.parametrize("method", ["dr_grpo", "rlsd", "agentopsd_token"])
-@pytest.mark.parametrize(("gpus", "preset"), [(0, ["model=tiny", "device=cpu"]), (8, ["model=qwen2.5_3b", "device=gpu"])])
+@pytest.mark.parametrize(
+    ("gpus", "preset"), [(0, ["model=tiny", "device=cpu"]), (8, ["model=qwen2.5_3b", "device=gpu"])]
+)
 def test_a_named_method_is_not_overruled(checkout: Path, method: str, gpus: int, preset: list[str]):
     if gpus:
         with_gpus(checkout, gpus)

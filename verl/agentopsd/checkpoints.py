@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="MODEL | KEY=VALUE", help="what to evaluate, and Hydra overrides")
-    add("--panel", default="all", metavar="NAME|FILE", help="valid_seen, valid_unseen, all (both; the default), train, valid_train, or a "
-        "file with one game id per line")  # fmt: skip
+    add("--panel", default="all", metavar="NAME|FILE", help="valid_seen, valid_unseen, all (both; the default), train, "
+        "valid_train, or a file with one game id per line")  # fmt: skip
     add("--limit-per-split", type=int, metavar="N", help="only N games of each split, spread over the task types")
     add("--samples", type=int, default=1, metavar="K", help="episodes per game, for pass@k and avg@k (1)")
     add("--temperature", type=float, metavar="T", help="sampling temperature (0: greedy)")

@@ -234,8 +234,8 @@ class RecordWriter:
         except OSError as error:
             self._file.close()
             raise RecordError(
-                f"{self.path} lies on a file system without locks ({error.strerror}), so that two processes could write "
-                "it: choose a folder on another disk"
+                f"{self.path} lies on a file system without locks ({error.strerror}), so that two processes could "
+                "write it: choose a folder on another disk"
             ) from error
         try:
             if overwrite:
