@@ -35,7 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The updates whose checkpoints lie in ``folder``; other folders there (a copy under another name) are left alone."""
+    """The updates whose checkpoints lie in ``folder``; a copy under another name is none."""
     names = [path.name for path in folder.glob("global_step_*") if path.is_dir()]
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"global_step_(\d+)", name)))
 

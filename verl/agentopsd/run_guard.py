@@ -109,7 +109,8 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
         if played >= config.trainer.total_training_steps:
             raise ConfigChanged(
                 f"run_dir={run_dir} holds a finished run of {played} updates and no checkpoint of it (trainer."
-                f"save_freq={config.trainer.save_freq}): training it anew would delete its records, so choose another run_dir"
+                f"save_freq={config.trainer.save_freq}): training it anew would delete its records, so choose another "
+                "run_dir"
             )
     free = {*FREE, *allowed, *_derived(config)}
     if _learning_rate_depends_on_length(config):
