@@ -1,7 +1,7 @@
 """Sampled tokens per second of a rollout: this package's, and ``transformers.generate`` in lock-step by hand.
 
 Ours: ``python -m verl.agentopsd.main`` on the CPU default (64 episodes at once), tokens over the rollout's seconds of
-every update after the first; vLLM's own counters say how many prompt tokens its prefix cache had. By hand: the same
+every update after the first; vLLM says of every request how many of its tokens its prefix cache had. By hand: the same
 model in transformers on all cores, 64 games in one left-padded batch, ``generate`` for one turn of all games, their
 answers appended, the whole text given again for the next turn; finished games leave the batch. Both sample at
 temperature 1, stop at the end of a turn, and play the same games.
@@ -11,71 +11,41 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Sample, machine, number, parser, ratio, report, spread, table
+from benchmarks.harness import Sample, machine, parser, ratio, report, spread, table
 from verl.agentopsd.evaluation.records import read_records
 
 GAMES, SAMPLES, TURNS, ANSWER = 8, 8, 30, 14
-COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total")
 
 
-def counters(address: str) -> dict[str, float]:
-    """vLLM's Prometheus counters."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found = re.findall(r"^([\w:]+)(?:\{[^}]*\})? ([\d.e+]+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found if name in COUNTERS}
-
-
-def ours(updates: int) -> tuple[list[float], float | None]:
+def ours(updates: int) -> tuple[list[float], list[float]]:
     """Tokens per second of each update but the first, and the share of prompt tokens found in the prefix cache.
 
     Raises:
         RuntimeError: the run failed; with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="agentopsd-rollout-") as folder:
-        run_dir, log = Path(folder) / "run", Path(folder) / "log"
+        run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "verl.agentopsd.main", f"run_dir={run_dir}", "algorithm.adv_estimator=grpo"]
         command += [f"trainer.total_training_steps={updates + 1}", "trainer.val_before_train=false"]
         command += ["trainer.test_freq=-1", "trainer.save_freq=-1", f"env.max_turns={TURNS}"]
         command += [f"data.train_batch_size={GAMES}", f"actor_rollout_ref.rollout.n={SAMPLES}"]
-        command += ["actor_rollout_ref.rollout.disable_log_stats=false"]
-        seen: dict[str, float] = {}
-        with log.open("w") as output:
-            process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                while process.poll() is None:
-                    time.sleep(1)
-                    said = run_dir / "verl.log"
-                    address = re.search(r"LLMServerManager: \['([\d.:]+)'", said.read_text() if said.exists() else "")
-                    if address:
-                        try:
-                            seen = counters(address[1]) or seen
-                        except OSError:
-                            continue  # not up yet, or just gone
-            finally:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-                    process.wait(60)
-        if process.returncode:
-            raise RuntimeError(log.read_text()[-3000:])
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError((done.stdout + done.stderr)[-3000:])
         rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        seconds = {row["step"]: row["data"]["timing_s/gen"] for row in rows if "timing_s/step" in row["data"]}
-        speeds = [
-            sum(one.action_tokens for one in read_records(run_dir / "rollouts" / f"{step:06d}.jsonl").episodes) / taken
-            for step, taken in sorted(seconds.items())
-        ]
-        hits = seen[COUNTERS[1]] / seen[COUNTERS[0]] if seen.get(COUNTERS[0]) else None
-        return speeds[1:], hits
+        metrics = {row["step"]: row["data"] for row in rows if "timing_s/step" in row["data"]}
+        episodes = {step: read_records(run_dir / "rollouts" / f"{step:06d}.jsonl").episodes for step in metrics}
+        sampled = {step: sum(episode.action_tokens for episode in played) for step, played in episodes.items()}
+        speeds = [sampled[step] / one["timing_s/gen"] for step, one in sorted(metrics.items())]
+        hits = [one["rollout/prefix_cache_hit_frac"] for _, one in sorted(metrics.items())]
+        return speeds[1:], hits[1:]
 
 
 def by_hand(batches: int) -> list[float]:
@@ -140,12 +110,12 @@ def main() -> None:
         "ours": Sample(tuple(fast), "tokens/s"),
         "by_hand": Sample(tuple(slow), "tokens/s"),
         "ratio": ratio(Sample(tuple(fast)), Sample(tuple(slow))),
-        "prefix_cache_hits": hits,
+        "prefix_cache_hits": Sample(tuple(hits), ""),
     }
     rows = [["this package", spread(result["ours"])], ["transformers.generate", spread(result["by_hand"])]]
     print(table(["64 episodes at once", "sampled tokens per second"], rows))
     print(f"ratio: {spread(result['ratio'])}")
-    print(f"prompt tokens found in vLLM's prefix cache: {number(100 * hits)} %" if hits else "no counters from vLLM")
+    print(f"prompt tokens found in vLLM's prefix cache: {spread(result['prefix_cache_hits'])}")
     report(options, "rollout_tokens", before, result)
 
 

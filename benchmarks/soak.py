@@ -104,7 +104,7 @@ class Plan:
 
     @classmethod
     def drawn(cls, updates: int, kills: int, seed: int) -> Plan:
-        """Every victim once before any comes twice; moments in the first half, a tenth of the run apart at least."""
+        """Every victim once before any comes twice; moments in the first half, each in a part of its own."""
         draw = random.Random(seed)
         kinds = [*VICTIMS, ORDERLY]
         victims = [kind for _ in range(-(-kills // len(kinds))) for kind in draw.sample(kinds, len(kinds))][:kills]

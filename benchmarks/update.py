@@ -57,14 +57,15 @@ def answers(folder: Path, name: str, update: int) -> list[list[str]]:
     return [[turn.text for turn in one.turns] for one in records]
 
 
-def plain(updates: int, folder: Path, method: str) -> float:
-    """Median seconds of an update of the loop in plain torch."""
+def plain(updates: int, folder: Path, method: str) -> dict[str, float]:
+    """Median seconds of sampling and of a whole update of the loop in plain torch."""
     out = folder / f"plain-{method}.json"
     script = ROOT / "benchmarks" / "plain_torch_rl.py"
     command = [sys.executable, str(script), "--method", method, "--updates", str(updates)]
     command += ["--eval-every", str(10**6), "--out", str(out)]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return statistics.median(row["total_s"] for row in json.loads(out.read_text())["updates"][1:])
+    rows = json.loads(out.read_text())["updates"][1:]
+    return {name: statistics.median(row[f"{name}_s"] for row in rows) for name in ("sampling", "total")}
 
 
 def main() -> None:
@@ -94,7 +95,8 @@ def main() -> None:
     print(table(["stage", "AgentOPSD s", "GRPO s", "ratio"], rows))
     print(f"the teacher read {scored:.0f} of {scored + skipped:.0f} rows (median)")
     if loop:
-        print(f"plain torch: {loop:.1f} s an update")
+        rest = loop["total"] - loop["sampling"]
+        print(f"plain torch: {loop['total']:.1f} s an update: {loop['sampling']:.1f} s sampling, {rest:.1f} s learning")
     report(options, "update", before, result)
 
 

@@ -46,12 +46,14 @@ paper=(                                      # with a GPU: the 3B preset, the pa
     data.max_prompt_length=2048
     data.max_response_length=12288
     actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.actor.use_kl_loss=true
-    actor_rollout_ref.actor.kl_loss_coef=0.01
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl
     trainer.total_training_steps=150
     trainer.test_freq=10
     trainer.save_freq=10
+)
+paper_kl=(
+    actor_rollout_ref.actor.use_kl_loss=true
+    actor_rollout_ref.actor.kl_loss_coef=0.01
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
 )
 tiny=(                                       # without one: the shipped model of half a million parameters
     device=cpu model=tiny
@@ -62,28 +64,35 @@ tiny=(                                       # without one: the shipped model of
     data.max_prompt_length=384
     data.max_response_length=1536
     actor_rollout_ref.actor.optim.lr=3e-4
-    actor_rollout_ref.actor.use_kl_loss=false
     trainer.total_training_steps=20
     trainer.test_freq=10
     trainer.save_freq=10
 )
+tiny_kl=(actor_rollout_ref.actor.use_kl_loss=false)
 
+device=cpu machine=()
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    device=gpu model=("${paper[@]}") machine=("hardware.gpus_per_node=$(nvidia-smi -L | wc -l)")
-else
-    device=cpu model=("${tiny[@]}") machine=()
+    device=gpu machine=("hardware.gpus_per_node=$(nvidia-smi -L | wc -l)")
 fi
+for argument in "$@"; do
+    case "$argument" in
+        device=cpu) device=cpu machine=() ;;
+        device=gpu) device=gpu ;;
+    esac
+done
+if [[ $device == gpu ]]; then model=("${paper[@]}") kl=("${paper_kl[@]}"); else model=("${tiny[@]}") kl=("${tiny_kl[@]}"); fi
 
 # A preset or a method that is named brings its own values instead of those above.
 for argument in "$@"; do
     case "$argument" in
-        model=*_1gpu) model=("device=$device") rollout=() update=() machine=() ;;
-        model=*) model=("device=$device") rollout=() update=() ;;
-        method=*) method=() ;;
+        model=*_1gpu) model=("device=$device") rollout=() update=() kl=() machine=() ;;
+        model=*) model=("device=$device") rollout=() update=() kl=() ;;
+        method=*) method=() update=() kl=() ;;
     esac
 done
 
 # shellcheck source=scripts/lib.sh
 source "$root/scripts/lib.sh"
 use_agentopsd
-exec "$PYTHON" -m verl.agentopsd.main "${model[@]}" "${machine[@]}" "${method[@]}" "${rollout[@]}" "${update[@]}" "$@"
+exec "$PYTHON" -m verl.agentopsd.main "${model[@]}" "${machine[@]}" "${method[@]}" "${rollout[@]}" "${update[@]}" \
+    "${kl[@]}" "$@"

@@ -8,7 +8,7 @@
 3. clones the expert: prompts without skill are followed by a clumsy player, prompts with skill by a clean one,
 4. plays held-out games with and without skill and writes the checkpoint with its card.
 
-About 30 minutes on one core. The result depends on the games, the seed and the token budget, not on the clock.
+About 45 minutes on one core. The result depends on the games, the seed and the token budget, not on the clock.
 """
 
 import sys

@@ -54,6 +54,7 @@ while (($#)); do
 done
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+explicit="$kind"
 [[ -n "$kind" ]] || { if has_gpu; then kind=gpu; else kind=cpu; fi; }
 ((!flash)) || [[ "$kind" == gpu ]] || die "--flash-attn belongs to the GPU set; add --gpu or leave it out."
 
@@ -91,6 +92,8 @@ else
 fi
 [[ "$venv" == /* ]] || venv="$PWD/$venv"
 state="$venv/.agentopsd"
+# nodes with and without a GPU may share the environment: the latter submit jobs and check configurations with it
+if [[ -z "$explicit" && $kind == cpu && -f "$state/set" ]]; then kind="$(cut -d' ' -f1 "$state/set")"; fi
 log="$state/install.log"
 python="$venv/bin/python"
 [[ -d "$state" || ! -x "$python" ]] || foreign=1

@@ -58,7 +58,8 @@ def test_the_pointer_follows_the_commit_and_old_ones_go(tmp_path: Path):
         assert latest_step(tmp_path) == (step - 1 or None)
         checkpoints.commit(step)
         assert latest_step(tmp_path) == step
-    assert names(tmp_path) == ["global_step_2", "global_step_3", POINTER]
+        (tmp_path / "global_step_1_best").mkdir(exist_ok=True)  # a copy that somebody keeps
+    assert names(tmp_path) == ["global_step_1_best", "global_step_2", "global_step_3", POINTER]
     assert run_state(tmp_path / "global_step_3") == {"step": 3}
     assert run_state(tmp_path) is None
     checkpoints.commit(4)

@@ -96,11 +96,11 @@ def test_overrides_reach_the_credit_rule():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("agentopsd.bound=3", "agentopsd.bound=3: must be a number, at least 0 and at most 1"),
-        ("agentopsd.bound=nan", "agentopsd.bound=nan: must be a number, at least 0 and at most 1"),
+        ("agentopsd.bound=3", "agentopsd.bound=3: must be a number, at least 0 and less than 1"),
+        ("agentopsd.bound=nan", "agentopsd.bound=nan: must be a number, at least 0 and less than 1"),
         ("agentopsd.lambda=-0.1", "agentopsd.lambda=-0.1: must be a number, at least 0 and at most 1"),
         ("agentopsd.gamma=high", "agentopsd.gamma=high: must be a number"),
-        ("agentopsd.eps=0", "agentopsd.eps=0: must be a number, greater than 0 and at most 0.5"),
+        ("agentopsd.eps=0", "agentopsd.eps=0: must be a number, greater than 0 and less than 0.5"),
         ("agentopsd.granularity=turns", "must be one of turn, token; did you mean turn?"),
         ("agentopsd.prior=1", "agentopsd.prior=1: must be a number, greater than 0 and less than 1"),
         ("agentopsd.recursion=2", "agentopsd.recursion=2: must be true or false"),

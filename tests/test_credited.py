@@ -46,6 +46,8 @@ def episode(key: str, spans: list[tuple[int, int]], length: int, **facts) -> Epi
         "prompt_tokens": 2,
         "action_tokens": int(mask.sum()),
         "response_tokens": length,
+        "request_tokens": 4 * length,
+        "cached_tokens": length,
         "max_global_steps": 0,
         **facts,
     }

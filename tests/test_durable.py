@@ -17,19 +17,6 @@ from verl.agentopsd.durable import DurableTrainer
 from verl.agentopsd.termination import Stopped, Termination
 
 
-class Counter:
-    """A resumable object."""
-
-    def __init__(self, count: int = 0):
-        self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
     """A trainer in the middle of update 4 whose data loader has handed out four batches."""
@@ -54,23 +41,20 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
     made.config = OmegaConf.create({"run_dir": str(tmp_path), "trainer": settings, "limits": {"save": 60}})
     made.checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     made.termination = Termination()
-    made.resumable = {"curriculum": Counter(3)}
     made.train_dataloader = SimpleNamespace(state_dict=lambda: {"batches": 3})
     made._before_update = made._run_state()
     made.train_dataloader = SimpleNamespace(state_dict=lambda: {"batches": 4})
-    made.resumable["curriculum"].count = 4
     made.global_steps, made._completed = 4, 3
     return made
 
 
-def saved(trainer: DurableTrainer, step: int) -> tuple[int, int, int]:
-    """Update of the weights, batches handed out, count of the curriculum."""
+def saved(trainer: DurableTrainer, step: int) -> tuple[int, int]:
+    """Update of the weights, batches handed out."""
     folder = trainer.run_dir / "checkpoints" / f"global_step_{step}"
     state = run_state(folder)
     data = torch.load(folder / "data.pt", weights_only=True)
     assert state is not None and state["data"] == data
-    weights = int((folder / "actor" / "weights").read_text())
-    return weights, data["batches"], state["resumable"]["curriculum"]["count"]
+    return int((folder / "actor" / "weights").read_text()), data["batches"]
 
 
 def test_a_checkpoint_counts_once_the_update_is_logged(trainer: DurableTrainer):
@@ -78,7 +62,7 @@ def test_a_checkpoint_counts_once_the_update_is_logged(trainer: DurableTrainer):
     assert latest_step(trainer.checkpoints.folder) is None
     trainer._on_logged(4)
     assert latest_step(trainer.checkpoints.folder) == 4 and trainer._completed == 4
-    assert saved(trainer, 4) == (4, 4, 4)
+    assert saved(trainer, 4) == (4, 4)
     assert trainer.config.trainer.default_local_dir == str(trainer.run_dir / "checkpoints")
     assert trainer.config.trainer.max_actor_ckpt_to_keep == 2
 
@@ -86,14 +70,14 @@ def test_a_checkpoint_counts_once_the_update_is_logged(trainer: DurableTrainer):
 def test_a_stop_in_the_middle_of_an_update_saves_the_one_before(trainer: DurableTrainer):
     """The batch of update 4 is handed out again after the resume."""
     message = trainer._save_before_stop()
-    assert saved(trainer, 3) == (3, 3, 3) and latest_step(trainer.checkpoints.folder) == 3
+    assert saved(trainer, 3) == (3, 3) and latest_step(trainer.checkpoints.folder) == 3
     assert message.startswith("stopped by SIGTERM after update 3, which is saved in")
 
 
 def test_a_stop_after_an_update_saves_it(trainer: DurableTrainer):
     trainer._on_logged(4)
     trainer._save_before_stop()
-    assert saved(trainer, 4) == (4, 4, 4)
+    assert saved(trainer, 4) == (4, 4)
 
 
 def test_what_is_saved_is_not_saved_again_and_nothing_is_nothing(trainer: DurableTrainer, monkeypatch):
@@ -128,7 +112,7 @@ def test_only_sigterm_saves_on_an_interrupt(trainer: DurableTrainer, monkeypatch
     assert latest_step(trainer.checkpoints.folder) == (4 if requested else None)
 
 
-def test_a_resume_restores_generators_and_objects_and_drops_what_comes_again(trainer: DurableTrainer, caplog):
+def test_a_resume_restores_generators_and_drops_what_comes_again(trainer: DurableTrainer):
     random.seed(5)
     trainer._save(trainer._run_state())
     trainer.checkpoints.commit(4)
@@ -136,12 +120,8 @@ def test_a_resume_restores_generators_and_objects_and_drops_what_comes_again(tra
     (trainer.run_dir / "rollouts").mkdir()
     for step in (4, 5):
         (trainer.run_dir / "rollouts" / f"{step:06d}.jsonl").touch()
-    fresh = Counter()
-    trainer.resumable = {"curriculum": fresh, "new": Counter()}
     trainer._load_checkpoint()
     assert random.random() == expected
-    assert fresh.count == 4
-    assert "only one of this run and its checkpoint has new" in caplog.text
     assert [file.name for file in (trainer.run_dir / "rollouts").iterdir()] == ["000004.jsonl"]
     assert trainer.config.trainer.val_before_train is False
 

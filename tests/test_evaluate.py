@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from verl.agentopsd import evaluate
+from verl.agentopsd import evaluate, preflight
 from verl.agentopsd.config import TINY_MODEL, ConfigError
 from verl.agentopsd.envs.base import Task
 from verl.agentopsd.evaluate import Request, configure, main, parse
 from verl.agentopsd.evaluation.records import read_records
+from verl.agentopsd.preflight import chat_format
 
 CPU = ["device=cpu"]
 
@@ -97,6 +99,59 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_p
     assert (config.agentopsd.teacher.skills, config.env.data_dir, config.env.workers) == ("alfworld_tiny", None, 2)
     told = configure(Request(model=str(actor), overrides=[*CPU, "env.max_turns=20"]))[0]
     assert told.env.max_turns == 20
+
+
+def test_a_checkpoint_keeps_its_chat_template_and_what_it_is_told(tmp_path: Path):
+    actor = tmp_path / "run" / "checkpoints" / "global_step_7" / "actor"
+    actor.mkdir(parents=True)
+    (actor / "model_world_size_1_rank_0.pt").touch()
+    (actor.parents[1] / "latest_checkpointed_iteration.txt").write_text("7")
+    template = "{% for m in messages %}<|{{ m['role'] }}|>\n{% endfor %}"
+    trained = {
+        "data": {"apply_chat_template_kwargs": {"enable_thinking": False, "style": "it's, {so}"}},
+        "actor_rollout_ref": {"model": {"custom_chat_template": template}},
+    }
+    OmegaConf.save(OmegaConf.create(trained), tmp_path / "run" / "config.yaml")
+    config, _ = configure(Request(model=str(tmp_path / "run"), overrides=CPU))
+    assert config.data.apply_chat_template_kwargs == trained["data"]["apply_chat_template_kwargs"]
+    assert config.actor_rollout_ref.model.custom_chat_template == template
+
+
+def test_the_template_that_is_set_replaces_the_tokenizer_s():
+    config, _ = configure(Request(overrides=CPU))
+    plain = chat_format(config, str(TINY_MODEL))
+    config.actor_rollout_ref.model.custom_chat_template = plain._tokenizer.chat_template.replace("user", "human")
+    changed = chat_format(config, str(TINY_MODEL))
+    messages = [{"role": "user", "content": "go"}]
+    assert changed.initial_ids(messages) != plain.initial_ids(messages)
+
+
+@pytest.mark.parametrize("secret", ["hf_" + "a" * 34])
+def test_no_secret_reaches_the_file_or_the_screen(stand_in, tmp_path: Path, monkeypatch, capsys, secret: str):
+    monkeypatch.setattr("sys.argv", ["evaluate", f"token={secret}"])
+    stand_in(StandInEngine(lambda i: i))
+    assert main(["--limit-per-split", "1", "--out", str(tmp_path / "a.jsonl")]) == 0
+    assert main([f"/no/model/{secret}"]) == 1
+    assert secret not in (tmp_path / "a.jsonl").read_text() + "".join(capsys.readouterr())
+
+
+def test_an_engine_that_is_not_there_is_missed_before_the_start(alfworld_data, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    assert main(["--out", str(tmp_path / "a.jsonl"), "env.backend=textworld"]) == 1
+    assert "env.backend=textworld needs the real ALFWorld engine, which is not installed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_of_lost_episodes_alone_has_failed(stand_in, tmp_path: Path, capsys):
+    class Broken(StandInEngine):
+        def episode(self, task: Task, sample: int, skill: str):
+            facts, prompt = super().episode(task, sample, skill)
+            return {**facts, "env_error": "no such engine", "won": False}, prompt
+
+    stand_in(Broken(lambda i: i))
+    assert main(["--limit-per-split", "2", "--out", str(tmp_path / "a.jsonl")]) == 1
+    assert "all 4 episodes were lost to the environment. The first, valid_" in capsys.readouterr().err
+    assert read_records(tmp_path / "a.jsonl").summary is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl.agentopsd import submit
+from verl.agentopsd import run_guard, submit
 from verl.agentopsd.main import compose_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +111,39 @@ def test_another_number_of_gpus(checkout: Path):
 def test_a_named_preset_or_method_brings_its_own_values(checkout: Path, arguments: list[str], expected: list[str]):
     run(checkout, "alfworld_agentopsd.sh", *arguments)
     assert values(overrides(checkout)) == values(expected)
+
+
+METHODS = sorted(path.stem for path in (ROOT / "agentopsd_config" / "method").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("method", ["dr_grpo", "rlsd", "agentopsd_token"])
+@pytest.mark.parametrize(
+    ("gpus", "preset"), [(0, ["model=tiny", "device=cpu"]), (8, ["model=qwen2.5_3b", "device=gpu"])]
+)
+def test_a_named_method_is_not_overruled(checkout: Path, method: str, gpus: int, preset: list[str]):
+    if gpus:
+        with_gpus(checkout, gpus)
+    run(checkout, "alfworld_agentopsd.sh", f"method={method}")
+    assert values(overrides(checkout)) == values([*preset, f"method={method}"])
+
+
+def test_the_script_names_no_value_that_a_method_sets(checkout: Path):
+    """Every method's file against the lines that stay when a method is named: an override would win over the file."""
+    with_gpus(checkout, 8)
+    run(checkout, "alfworld_agentopsd.sh", "method=grpo")
+    named = {argument.split("=")[0] for argument in overrides(checkout)}
+    for method in METHODS:
+        file = OmegaConf.to_container(OmegaConf.load(ROOT / "agentopsd_config" / "method" / f"{method}.yaml"))
+        assert isinstance(file, dict)
+        assert named.isdisjoint({key for key, _ in run_guard._leaves(file)}), method
+
+
+@pytest.mark.parametrize(("gpus", "device", "model"), [(8, "cpu", "tiny"), (0, "gpu", "qwen2.5_3b")])
+def test_a_named_device_brings_the_model_for_it(checkout: Path, gpus: int, device: str, model: str):
+    if gpus:
+        with_gpus(checkout, gpus)
+    run(checkout, "alfworld_agentopsd.sh", f"device={device}")
+    assert values(overrides(checkout)) == values([f"model={model}", f"device={device}"])
 
 
 def test_the_one_gpu_preset_stays_at_one(checkout: Path):

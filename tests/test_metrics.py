@@ -22,6 +22,8 @@ def fact(**changes) -> dict:
         "seconds": 2.0,
         "env_seconds": 0.5,
         "action_tokens": 100,
+        "request_tokens": 400,
+        "cached_tokens": 300,
     }
     return {**base, **changes}
 
@@ -143,6 +145,7 @@ def test_rollout_metrics() -> None:
     assert got["rollout/logprob_gap_abs_max"] == pytest.approx(0.5)
     assert got["rollout/tokens_per_second"] == pytest.approx(150 / 3)
     assert got["rollout/straggler_ratio"] == pytest.approx(3 / 2)
+    assert got["rollout/prefix_cache_hit_frac"] == 0.75
     assert metrics.rollout_metrics(facts, rollout, actor, seconds=10.0)["rollout/tokens_per_second"] == 15.0
 
 

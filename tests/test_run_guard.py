@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 
 from verl.agentopsd import run_guard
 from verl.agentopsd.checkpoints import CheckpointFailed
+from verl.agentopsd.evaluation.records import RecordError, RecordWriter
 from verl.agentopsd.main import compose_config, prepare, take_options
 from verl.agentopsd.run_guard import ConfigChanged, RunDirLocked, UnsafeCheckpoint
 from verl.agentopsd.task_runner import write_run_files
@@ -114,10 +116,31 @@ def test_the_length_of_the_run_is_no_detail_when_the_learning_rate_follows_it(ru
         run_guard.check_unchanged(config(run_dir, *longer))
 
 
-def test_without_a_checkpoint_or_without_resuming_anything_goes(run_dir: Path):
+@pytest.mark.parametrize("method", ["rlsd", "skill_sd"])
+def test_the_length_of_the_run_is_no_detail_when_a_schedule_follows_it(run_dir: Path, method: str):
+    started = config(run_dir, f"method={method}")
+    OmegaConf.resolve(started)
+    write_run_files(started)
+    run_guard.check_unchanged(config(run_dir, f"method={method}"))
+    with pytest.raises(ConfigChanged, match=r"warmdown_steps: 20 -> 99\n"):
+        run_guard.check_unchanged(config(run_dir, f"method={method}", "trainer.total_training_steps=99"))
+
+
+def test_without_an_update_or_without_resuming_anything_goes(run_dir: Path):
     run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3", "trainer.resume_mode=disable"))
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").unlink()
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "data": {"val/success_rate": 0.2}}\n')
     run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3"))
+
+
+def test_records_without_a_checkpoint_are_not_deleted_by_another_run(run_dir: Path):
+    (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").unlink()
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "data": {}}\n{"step": 1, "data": {}}\n{"step": 2, "da')
+    run_guard.check_unchanged(config(run_dir))  # the same run, interrupted before its first checkpoint
+    with pytest.raises(ConfigChanged, match="would be started anew, its records deleted, with other settings"):
+        run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3"))
+    with pytest.raises(ConfigChanged, match="holds a finished run of 2 updates and no checkpoint of it"):
+        run_guard.check_unchanged(config(run_dir, "trainer.total_training_steps=2"))
 
 
 def test_the_settings_so_far_are_kept_beside_the_new_ones(run_dir: Path):
@@ -171,6 +194,17 @@ def test_a_checkpoint_that_is_asked_for_by_path_is_checked_like_the_latest(run_d
         asked.trainer.resume_from_path = str(wrong)
         with pytest.raises(CheckpointFailed, match=f"resume_from_path={wrong} is no checkpoint: give the path"):
             run_guard.check_checkpoint(asked)
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_guard.fcntl, "flock", no_locks)
+    with pytest.raises(RunDirLocked, match=r"file system without locks \(No locks available\)"):
+        run_guard.lock_run_dir(tmp_path)
+    with pytest.raises(RecordError, match=r"file system without locks \(No locks available\)"):
+        RecordWriter(tmp_path / "a.jsonl")
 
 
 def test_a_run_directory_is_locked_until_its_process_ends(tmp_path: Path):

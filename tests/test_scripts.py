@@ -190,6 +190,17 @@ def test_engine_needs_a_compiler(checkout: Path, tools: Path, tmp_path: Path) ->
     assert "g++" in message and "apt-get install" in message and "env.backend=exact" in message
 
 
+def test_a_node_without_a_gpu_uses_the_gpu_set_that_it_finds(checkout: Path, tools: Path, tmp_path: Path) -> None:
+    stub_python(tools)
+    log = tmp_path / "pip.log"
+    assert install(checkout, tools, "--gpu", STUB_LOG=str(log)).returncode == 0
+    log.unlink()
+    assert install(checkout, tools, STUB_LOG=str(log)).returncode == 0
+    assert pip_calls(log) == []
+    message = one_error(install(checkout, tools, "--cpu", STUB_LOG=str(log)))
+    assert "holds the gpu set" in message
+
+
 def test_other_set_in_the_environment(checkout: Path, tools: Path, tmp_path: Path) -> None:
     stub_python(tools)
     assert install(checkout, tools, "--cpu", STUB_LOG=str(tmp_path / "pip.log")).returncode == 0

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SETTINGS = ["data.train_max_samples=4", "trainer.test_freq=2"]
 CLOCKS = ("seconds", "env_seconds", "gen_seconds", "run")
 MEASURED = ("timing", "perf/", "actor/perf/", "teacher/seconds", "env/seconds", "rollout/tokens", "rollout/straggler")
+MEASURED += ("rollout/prefix_cache",)  # episodes of a game share its prompt, and the first of them has to read it
 SAMPLER = ("training/rollout", "rollout_corr/", "rollout/logprob_gap")
 """Metrics of the sampler's own log-probs: vLLM rounds by which requests share a forward pass, in the sixth digit."""
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,16 +30,14 @@ class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written or read; the message says what is still intact."""
 
 
-class Resumable(Protocol):
-    """Something that must continue where it was: a curriculum, a schedule, a sampler. Its state is plain data."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
-
-
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"global_step_{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The updates whose checkpoints lie in ``folder``; a copy under another name is none."""
+    names = [path.name for path in folder.glob("global_step_*") if path.is_dir()]
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"global_step_(\d+)", name)))
 
 
 def latest_step(folder: Path) -> int | None:
@@ -51,7 +50,7 @@ def latest_step(folder: Path) -> int | None:
     if not pointer.is_file():
         return None
     text = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    there = sorted(int(path.name.rsplit("_", 1)[-1]) for path in folder.glob("global_step_*") if path.is_dir())
+    there = saved_steps(folder)
     if text.isdecimal() and int(text) in there:
         return int(text)
     remedy = (
@@ -122,8 +121,7 @@ class Checkpoints:
         self.pending = None
         if self.keep is None or self.keep < 1:
             return
-        steps = sorted(int(path.name.rsplit("_", 1)[-1]) for path in self.folder.glob("global_step_*"))
-        for old in [saved for saved in steps if saved <= step][: -self.keep]:
+        for old in [saved for saved in saved_steps(self.folder) if saved <= step][: -self.keep]:
             _remove(step_folder(self.folder, old))
 
     def _require_space(self, step: int) -> None:

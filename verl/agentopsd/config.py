@@ -203,8 +203,8 @@ def _method_problems(config: DictConfig) -> list[str]:
         _choice("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(METHODS)),
         _number("agentopsd.lambda", section["lambda"], 0, 1),
         _number("agentopsd.gamma", section.gamma, 0, 1),
-        _number("agentopsd.bound", section.bound, 0, 1),
-        _number("agentopsd.eps", section.eps, 0, 0.5, open_low=True),
+        _number("agentopsd.bound", section.bound, 0, 1, open_high=True),
+        _number("agentopsd.eps", section.eps, 0, 0.5, open_low=True, open_high=True),
         _choice("agentopsd.granularity", section.granularity, ("turn", "token")),
         _choice("agentopsd.direction", section.direction, ("signed", "magnitude")),
         _choice("agentopsd.evidence", section.evidence, ("raw", "clip", "centered", "zscore", "token_mean")),
@@ -362,6 +362,11 @@ def _batch_problems(config: DictConfig) -> list[str]:
         problems.append(
             f"data.train_batch_size={games} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
             f"one update needs whole mini-batches (both count games, each with {group} episodes)"
+        )
+    if config.data.get("gen_batch_size") not in (None, games):
+        problems.append(
+            f"data.gen_batch_size={config.data.gen_batch_size}: the games of an update are played together; leave it "
+            f"null or give data.train_batch_size={games}"
         )
     return problems or _row_problems(config)
 

@@ -20,7 +20,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl.agentopsd.checkpoints import (
     Checkpoints,
-    Resumable,
     latest_step,
     random_state,
     restore_random_state,
@@ -44,7 +43,6 @@ class DurableTrainer(PPOTrainerSync):
     """verl's synchronous trainer.
 
     Attributes:
-        resumable: objects whose state belongs into a checkpoint, by name; to be filled before ``init``.
         termination: what SIGTERM does; installed by the runner.
     """
 
@@ -55,7 +53,6 @@ class DurableTrainer(PPOTrainerSync):
             Path(config.trainer.default_local_dir), keep=config.trainer.get("max_actor_ckpt_to_keep")
         )
         self.termination = Termination()
-        self.resumable: dict[str, Resumable] = {}
         self._tracking: RunLog | None = None
         self._completed = 0
 
@@ -117,9 +114,8 @@ class DurableTrainer(PPOTrainerSync):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def _run_state(self) -> dict[str, Any]:
-        """What the learner's checkpoint lacks: position in the data, this process's generators, resumable objects."""
-        states = {name: one.state_dict() for name, one in self.resumable.items()}
-        return {"data": self.train_dataloader.state_dict(), "random": random_state(), "resumable": states}
+        """What the learner's checkpoint lacks: order of and position in the data, this process's generators."""
+        return {"data": self.train_dataloader.state_dict(), "random": random_state()}
 
     def _save_checkpoint(self) -> None:
         self._save(self._run_state())
@@ -147,13 +143,8 @@ class DurableTrainer(PPOTrainerSync):
         self.config.trainer.val_before_train = False  # these weights were validated, or not, by the run so far
         folder = resumed_checkpoint(self.config)
         state = run_state(folder) if folder is not None else None
-        if state is None:
-            return
-        restore_random_state(state["random"])
-        for name in sorted(state["resumable"].keys() ^ self.resumable.keys()):
-            logger.warning("after update %d only one of this run and its checkpoint has %s", self.global_steps, name)
-        for name in sorted(state["resumable"].keys() & self.resumable.keys()):
-            self.resumable[name].load_state_dict(state["resumable"][name])
+        if state is not None:
+            restore_random_state(state["random"])
 
     # -- the end, wanted or not ----------------------------------------------------------------------------------
 

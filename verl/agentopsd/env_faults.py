@@ -37,10 +37,11 @@ def report_faults(episodes: Sequence[Episode], *, step: int, max_share: float, r
     if share > max_share or share == 1:
         first = lost[0].facts
         trace = first.get("env_trace", "")
+        allowed = f"more than env.max_error_share={max_share:g} allows" if share > max_share else "none is left"
         raise EnvironmentsFailed(
-            f"update {step}: {len(lost)} of {len(episodes)} episodes were lost to the environment, more than "
-            f"env.max_error_share={max_share:g} allows (all in {run_dir / FILE_NAME}). The first, {first['game_id']}: "
-            f"{first['env_error']}" + (f"\n{trace.rstrip()}" if trace else "")
+            f"update {step}: {len(lost)} of {len(episodes)} episodes were lost to the environment, {allowed} (all in "
+            f"{run_dir / FILE_NAME}). The first, {first['game_id']}: {first['env_error']}"
+            + (f"\n{trace.rstrip()}" if trace else "")
         )
 
 

@@ -26,7 +26,8 @@ from verl.agentopsd.evaluation.output import Output, check_free
 from verl.agentopsd.evaluation.panel import Panel, PanelError, build_panel
 from verl.agentopsd.main import compose_config
 from verl.agentopsd.platform.environment import activate_cpu
-from verl.agentopsd.preflight import chat_format
+from verl.agentopsd.preflight import chat_format, require_engine
+from verl.agentopsd.redact import redact
 from verl.agentopsd.skills.bank import SkillBank
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="MODEL | KEY=VALUE", help="what to evaluate, and Hydra overrides")
-    add("--panel", default="all", metavar="NAME|FILE", help="valid_seen, valid_unseen, all (both; the default), or a "
-        "file with one game id per line")  # fmt: skip
+    add("--panel", default="all", metavar="NAME|FILE", help="valid_seen, valid_unseen, all (both; the default), train, "
+        "valid_train, or a file with one game id per line")  # fmt: skip
     add("--limit-per-split", type=int, metavar="N", help="only N games of each split, spread over the task types")
     add("--samples", type=int, default=1, metavar="K", help="episodes per game, for pass@k and avg@k (1)")
     add("--temperature", type=float, metavar="T", help="sampling temperature (0: greedy)")
@@ -191,6 +192,7 @@ def prepare(request: Request) -> tuple[Evaluation, Path, dict[str, str], list[st
         warnings.simplefilter("ignore")  # verl lists the engines that are not installed
         from verl.agentopsd.evaluation.checkpoint_merge import materialize
         from verl.agentopsd.evaluation.runner import Evaluation, check_prompts
+    require_engine(config)
     family = make_family(env_section(config))
     try:
         panel = build_panel(request.panel, family.tasks, limit_per_split=request.limit_per_split)
@@ -293,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not type(error).__module__.startswith("verl.agentopsd"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return 1
 
 

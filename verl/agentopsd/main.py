@@ -247,7 +247,10 @@ def take_options(arguments: list[str], option: str) -> tuple[list[str], list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line. Returns 0 after a finished run, 1 after one clear sentence, 130 when interrupted."""
+    """Command line. Returns 0 after a finished run, 1 after one clear sentence, 130 when interrupted.
+
+    A stage that exceeds its limit ends the process with 75 (``watchdog``).
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments or "-h" in arguments:
         print(USAGE.format(**{f"{group}s": "|".join(config_group(group)) for group in GROUPS}))

@@ -149,7 +149,8 @@ def rollout_metrics(
     actor_logprobs: Sequence[ArrayLike],
     seconds: float | None = None,
 ) -> dict[str, float]:
-    """``rollout/``: distance between sampler and actor on action tokens, speed, and how long the slowest episode took.
+    """``rollout/``: distance between sampler and actor on action tokens, speed, how long the slowest episode took, and
+    the share of the requests' tokens that the server had in its prefix cache (0 where it does not say).
 
     Args:
         rollout_logprobs, actor_logprobs: per episode its action tokens' log-probs in nats, same tokens in both.
@@ -166,6 +167,8 @@ def rollout_metrics(
     if took and max(took) > 0:
         metrics["rollout/tokens_per_second"] = sum(fact["action_tokens"] for fact in facts) / (seconds or max(took))
         metrics["rollout/straggler_ratio"] = float(max(took) / np.mean(took))
+    if requested := sum(fact["request_tokens"] for fact in facts):
+        metrics["rollout/prefix_cache_hit_frac"] = sum(fact["cached_tokens"] for fact in facts) / requested
     return metrics
 
 

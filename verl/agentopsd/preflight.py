@@ -22,6 +22,15 @@ GAMES_PER_SPLIT = 60
 """So many games of each split have their prompt rendered; the rollout checks every prompt again."""
 
 
+def require_engine(config: DictConfig) -> None:
+    """Raises ConfigError when ``env.backend`` names an engine that is not installed."""
+    if config.env.get("backend") == "textworld" and find_spec("textworld") is None:
+        raise ConfigError(
+            "env.backend=textworld needs the real ALFWorld engine, which is not installed: run "
+            "'bash scripts/install.sh --textworld', or use env.backend=exact"
+        )
+
+
 def games(config: DictConfig) -> tuple[EnvFamily, dict[str, list[Task]]]:
     """The environment and the games of every split that the run reads.
 
@@ -29,11 +38,7 @@ def games(config: DictConfig) -> tuple[EnvFamily, dict[str, list[Task]]]:
         ConfigError: an engine that is not installed, an unknown split, or fewer games than an update plays.
         Exception: the environment's own error when games are missing.
     """
-    if config.env.get("backend") == "textworld" and find_spec("textworld") is None:
-        raise ConfigError(
-            "env.backend=textworld needs the real ALFWorld engine, which is not installed: run "
-            "'bash scripts/install.sh --textworld', or use env.backend=exact"
-        )
+    require_engine(config)
     family = make_family(env_section(config))
     try:
         tasks = {split: family.tasks(split) for split in splits(config)}
@@ -80,13 +85,15 @@ def training_splits(config: DictConfig) -> list[str]:
 
 
 def chat_format(config: DictConfig, path: str) -> ChatFormat:
-    """The model's chat format, from its tokenizer alone."""
+    """The model's chat format, from its tokenizer and the template that replaces the tokenizer's, if one is set."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"actor_rollout_ref.model.path={path} has no tokenizer that loads: {error}") from error
+    if template := config.actor_rollout_ref.model.get("custom_chat_template"):
+        tokenizer.chat_template = template
     settings = config.data.get("apply_chat_template_kwargs") or {}
     return ChatFormat(tokenizer, {str(name): value for name, value in settings.items()})
 

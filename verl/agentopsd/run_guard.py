@@ -18,6 +18,7 @@ from verl.agentopsd.redact import redact_config
 
 LOCK = ".lock"
 CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
 ALLOW = "--allow-config-change"
 
 FREE = (
@@ -68,13 +69,19 @@ def lock_run_dir(run_dir: Path) -> TextIO:
     file = (run_dir / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
         raise RunDirLocked(
             f"run_dir={run_dir} is being used by {holder}: wait for it to end, or choose another run_dir"
         ) from None
+    except OSError as error:
+        file.close()
+        raise RunDirLocked(
+            f"run_dir={run_dir} lies on a file system without locks ({error.strerror}), so that two runs could meet in "
+            "it: choose a folder on another disk"
+        ) from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -93,8 +100,18 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
     """
     run_dir = Path(config.run_dir)
     stored, step = run_dir / CONFIG, latest_step(run_dir / "checkpoints")
-    if step is None or not stored.is_file() or config.trainer.resume_mode == "disable":
+    if not stored.is_file() or config.trainer.resume_mode == "disable":
         return
+    if step is None:
+        played = _updates(run_dir)
+        if played == 0:
+            return
+        if played >= config.trainer.total_training_steps:
+            raise ConfigChanged(
+                f"run_dir={run_dir} holds a finished run of {played} updates and no checkpoint of it (trainer."
+                f"save_freq={config.trainer.save_freq}): training it anew would delete its records, so choose another "
+                "run_dir"
+            )
     free = {*FREE, *allowed, *_derived(config)}
     if _learning_rate_depends_on_length(config):
         free -= {"trainer.total_training_steps", "trainer.total_epochs", *_OPTIM_STEPS} - set(allowed)
@@ -107,7 +124,9 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
     if changes:
         keys = [change.split(":")[0].strip() for change in changes]
         raise ConfigChanged(
-            f"run_dir={run_dir} holds a run that would be resumed after update {step} with other settings:\n"
+            f"run_dir={run_dir} holds a run that would be "
+            + ("started anew, its records deleted," if step is None else f"resumed after update {step}")
+            + " with other settings:\n"
             + "\n".join(changes)
             + f"\nGive the old values, another run_dir, or, if the change is meant, {ALLOW} {keys[0]}"
             + (" (and so on for each)" if len(keys) > 1 else "")
@@ -115,10 +134,20 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
 
 
 def _derived(config: DictConfig) -> set[str]:
-    """Keys that repeat another key of the configuration, which is compared itself."""
+    """Keys that repeat another key of the configuration, which is compared itself.
+
+    A schedule over the length of the run repeats a key that is not, and is compared like any other.
+    """
     leaves = _leaves(OmegaConf.to_container(config, resolve=False))
     own = ("${tiny_model:", "${cache:", "${oc.env:", "${now:")
-    return {key for key, value in leaves if isinstance(value, str) and "${" in value and not value.startswith(own)}
+    return {
+        key
+        for key, value in leaves
+        if isinstance(value, str) and "${" in value and not value.startswith(own) and key not in _SCHEDULES
+    }
+
+
+_SCHEDULES = {"agentopsd.warmdown_steps"}
 
 
 _OPTIM_STEPS = ("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps")
@@ -135,6 +164,15 @@ def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(tree, Mapping) or not tree:
         return [(prefix.rstrip("."), tree)]
     return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}{key}.")]
+
+
+def _updates(run_dir: Path) -> int:
+    """The last update in ``metrics.jsonl``; 0 without one."""
+    file = run_dir / METRICS
+    if not file.is_file():
+        return 0
+    found = re.findall(r'^\{"step": (\d+),', file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return max(map(int, found), default=0)
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

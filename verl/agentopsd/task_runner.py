@@ -71,6 +71,7 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
     try:
         run_dir = prepare_run_dir(config)
         lock = lock_run_dir(run_dir)
+        (run_dir / FAILURES).unlink(missing_ok=True)
         start_ray(config, environment)
         termination.install()  # Ray has taken the signal over
         with (run_dir / "verl.log").open("a", encoding="utf-8") as log:
@@ -202,7 +203,7 @@ def _train(config: DictConfig, termination: Termination) -> None:
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     trainer_base.Tracking = without_secrets(trainer_base.Tracking)  # type: ignore[misc, assignment]
     with stage("start", float(config.limits.start), Path(config.run_dir)):
-        preload.wait(float(config.limits.start))
+        preload.wait(0.9 * float(config.limits.start))  # before the stage, which could not say what is missing
         tq.init(config.transfer_queue)
     trainer, finished = None, False
     try:
@@ -247,7 +248,6 @@ def prepare_run_dir(config: DictConfig) -> Path:
             f"run_dir={run_dir} already holds a run and trainer.resume_mode=disable would overwrite it: choose another "
             "run_dir, or trainer.resume_mode=auto to continue it"
         )
-    (run_dir / FAILURES).unlink(missing_ok=True)
     return run_dir
 
 
@@ -290,5 +290,5 @@ def versions() -> dict[str, str]:
             text=True,
             check=True,
         ).stdout.strip()
-    found["argv"] = " ".join(sys.argv[1:])
+    found["argv"] = redact(" ".join(sys.argv[1:]))
     return found

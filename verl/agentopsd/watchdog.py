@@ -37,7 +37,7 @@ def _give_up(name: str, limit_seconds: float, run_dir: Path) -> None:
         write_stacks(report)
     finally:
         print(
-            f"\nerror: the stage '{name}' made no progress for {limit_seconds:.0f} s and was stopped. The stacks of "
+            f"\nerror: the stage '{name}' was not over after {limit_seconds:.0f} s and was stopped. The stacks of "
             f"all processes are in {report}. If the stage is merely slow, raise limits.{name}.",
             file=sys.stderr,
             flush=True,

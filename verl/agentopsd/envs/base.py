@@ -75,7 +75,12 @@ class TextEnv(Protocol):
 
 
 class EnvFamily(Protocol):
-    """A benchmark of text games."""
+    """A benchmark of text games.
+
+    Its environments are called in threads, one per running episode, where a time limit can leave them behind. A family
+    whose environments answer within microseconds may have an attribute ``instant`` that is true: they are called in the
+    event loop of the agent-loop worker.
+    """
 
     name: str
     task_types: tuple[str, ...]

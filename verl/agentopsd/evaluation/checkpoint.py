@@ -129,12 +129,15 @@ _INHERITED_ENV = (
 )
 _INHERITED = (
     *("data.max_prompt_length", "data.max_response_length"),
+    *("data.apply_chat_template_kwargs", "actor_rollout_ref.model.custom_chat_template"),
     *("agentopsd.teacher.skills", "agentopsd.teacher.skill_position"),
 )
 
 
 def _literal(value: Any) -> str:
     """A value as Hydra's override grammar writes it."""
+    if OmegaConf.is_dict(value):
+        return "{" + ",".join(f"{key}:{_literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):

@@ -89,7 +89,7 @@ def rollout_engine(config: DictConfig, environment: dict[str, str], work_dir: Pa
             try:
                 start_ray(config, environment)
                 quiet_libraries()
-                preload.wait(float(config.limits.start))
+                preload.wait(0.9 * float(config.limits.start))
                 tq.init(config.transfer_queue)
                 servers = LLMServerManager.create(config=config)
                 loops = AgentLoopManagerTQ.create(

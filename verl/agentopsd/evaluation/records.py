@@ -228,9 +228,15 @@ class RecordWriter:
         self._file: TextIO = self.path.open("a" if overwrite or resume else "x", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise RecordError(f"{self.path} is being written by another process") from None
+        except OSError as error:
+            self._file.close()
+            raise RecordError(
+                f"{self.path} lies on a file system without locks ({error.strerror}), so that two processes could "
+                "write it: choose a folder on another disk"
+            ) from error
         try:
             if overwrite:
                 self._file.truncate(0)

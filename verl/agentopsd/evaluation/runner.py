@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from verl.agentopsd.config import ConfigError, env_section, teacher_config
+from verl.agentopsd.env_faults import EnvironmentsFailed
 from verl.agentopsd.envs.base import EnvFamily, make_family
 from verl.agentopsd.evaluation.engine import TaskDataset, episode_of, play, rollout_engine, sampling_of
 from verl.agentopsd.evaluation.output import Key, Output, with_outcome_hash
@@ -25,6 +26,7 @@ from verl.agentopsd.evaluation.records import EpisodeRecord, Summary
 from verl.agentopsd.evaluation.summary import behaviour, finished, success
 from verl.agentopsd.platform.forked.preload import preloading
 from verl.agentopsd.preflight import check_prompt, openings
+from verl.agentopsd.redact import RedactingFile
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
@@ -77,6 +79,8 @@ class Evaluation:
             **{f"env.{name}": env.get(name) for name in names},
             "data.max_prompt_length": data.max_prompt_length,
             "data.max_response_length": data.max_response_length,
+            "data.apply_chat_template_kwargs": OmegaConf.to_container(data.apply_chat_template_kwargs, resolve=True),
+            "actor_rollout_ref.model.custom_chat_template": self.config.actor_rollout_ref.model.custom_chat_template,
         }
 
 
@@ -120,7 +124,11 @@ def check_prompts(config: DictConfig, family: EnvFamily, panel: Panel, chat: Cha
 
 
 def run(evaluation: Evaluation, output: Output, environment: dict[str, str]) -> Summary:
-    """Plays what is missing in ``output``, closes it and returns its summary; an interruption leaves it resumable."""
+    """Plays what is missing in ``output``, closes it and returns its summary; an interruption leaves it resumable.
+
+    Raises:
+        EnvironmentsFailed: no episode is left to count.
+    """
     started = time.monotonic()
     try:
         missing = output.missing
@@ -136,6 +144,11 @@ def run(evaluation: Evaluation, output: Output, environment: dict[str, str]) -> 
                         output.write(episode)
                         bar.add(episode)
         episodes = output.episodes()
+        if all(episode.env_error for episode in episodes):
+            raise EnvironmentsFailed(
+                f"all {len(episodes)} episodes were lost to the environment. The first, {episodes[0].game_id}: "
+                f"{episodes[0].env_error}. When that is mended, the same command with --overwrite plays them again"
+            )
         seconds = output.wall_seconds + time.monotonic() - started
         summary = _summary(evaluation, output, episodes, seconds)
         output.finish(episodes, summary)
@@ -195,7 +208,7 @@ def _quiet(work_dir: Path) -> Iterator[None]:
     """What verl and its libraries print goes to a log."""
     with (
         (work_dir / "verl.log").open("a", encoding="utf-8") if work_dir.is_dir() else contextlib.nullcontext() as log,
-        contextlib.redirect_stdout(log or sys.stdout),
+        contextlib.redirect_stdout(RedactingFile(log) if log else sys.stdout),  # type: ignore[type-var]
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -35,14 +35,16 @@ def distilled_loss(
         method: a method with a loss term.
     """
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    coef = float(tu.get_non_tensor_data(data, COEF, default=0.0))
+    coef = tu.get_non_tensor_data(data, COEF, default=None)
+    if coef is None:
+        raise KeyError(f"the batch has no {COEF}: without it {method} would train as GRPO")
     if coef == 0.0:
         return loss, metrics
     term_of = METHODS[method].loss_term
     assert term_of is not None
     term = term_of(_inputs(config, model_output, data), distill)
     metrics["distill_loss"] = Metric(value=term.detach(), aggregation=metrics["actor/pg_loss"].aggregation)
-    return loss + coef * term, metrics
+    return loss + float(coef) * term, metrics
 
 
 def _inputs(config: Any, model_output: Any, data: TensorDict) -> LossInputs:

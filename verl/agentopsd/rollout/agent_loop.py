@@ -68,13 +68,14 @@ class RolloutContext:
         if OmegaConf.is_config(template_kwargs):
             template_kwargs = OmegaConf.to_container(template_kwargs, resolve=True)
         concurrent = int(env.get("max_concurrent_episodes", 256))
+        family = make_family(env)
         # One thread per running episode: fewer could all wait for environments held by episodes without a thread.
-        in_place = env.get("backend") == "exact"
+        in_place = getattr(family, "instant", False)
         total = int(rollout.prompt_length) + int(rollout.response_length)
         context = cls(
             config=config,
             tokenizer=tokenizer,
-            family=make_family(env),
+            family=family,
             chat=ChatFormat(tokenizer, template_kwargs),
             executor=None if in_place else ThreadPoolExecutor(concurrent, thread_name_prefix="text-env"),
             max_turns=int(env["max_turns"]),
@@ -117,6 +118,8 @@ class EpisodeState:
     env_trace: str = ""
     gen_seconds: float = 0.0
     num_preempted: int = -1
+    request_tokens: int = 0
+    cached_tokens: int = 0
     weight_versions: list[int] = field(default_factory=list)
 
 
@@ -277,10 +280,11 @@ class TextEnvAgentLoop(AgentLoopBase):
         params["stop_token_ids"] = [context.chat.end_of_turn_id]
         if context.seed is not None and params.get("temperature", 1.0) > 0:
             params[context.seed_name] = turn_seed(episode.seed, turn)
+        prompt_ids = ledger.all_ids
         started = time.monotonic()
         try:
             output: TokenOutput = await deadline.wait(
-                client.generate(request_id=episode.request_id, prompt_ids=ledger.all_ids, sampling_params=params)
+                client.generate(request_id=episode.request_id, prompt_ids=prompt_ids, sampling_params=params)
             )
         except EnvironmentFault:
             raise
@@ -299,6 +303,8 @@ class TextEnvAgentLoop(AgentLoopBase):
                 f"with {output.stop_reason!r}; an answer has at least one token"
             )
         fields = output.extra_fields
+        episode.request_tokens += len(prompt_ids)
+        episode.cached_tokens += int(fields.get("num_cached_tokens") or 0)
         for key in ("min_global_steps", "max_global_steps", "global_steps"):
             if fields.get(key) is not None:
                 episode.weight_versions.append(int(fields[key]))
@@ -350,6 +356,8 @@ class TextEnvAgentLoop(AgentLoopBase):
                 "seconds": seconds,
                 "env_seconds": env_seconds,
                 "gen_seconds": episode.gen_seconds,
+                "request_tokens": episode.request_tokens,
+                "cached_tokens": episode.cached_tokens,
                 "prompt_tokens": len(tokens.prompt_ids),
                 "action_tokens": sum(tokens.action_mask),
                 "response_tokens": len(tokens.response_ids),

@@ -47,6 +47,11 @@ class AlfworldFamily:
         self._data_dir: Path | None = None
 
     @property
+    def instant(self) -> bool:
+        """Whether an environment answers within microseconds."""
+        return self._backend == "exact"
+
+    @property
     def data_dir(self) -> Path:
         """The folder that holds the games; settled on first use, which may generate them."""
         if self._data_dir is None:
