@@ -3,8 +3,8 @@
 Starts ``python -m verl.agentopsd.main`` with the CPU defaults, watches the processes that descend from it and stops it
 after the first update. The table has one line per process: when it appeared, when it was first idle for a second, the
 processor time until the first update, and its memory at the end (proportional set size). ``--repeats`` repeats the
-start; with ``--against PYTHON`` every run is followed by one with that interpreter, of an environment that has another version
-installed, for a ratio on the same machine.
+start; with ``--against PYTHON`` every run is followed by one with that interpreter, of an environment that has another
+version installed, for a ratio on the same machine.
 """
 
 from __future__ import annotations

@@ -165,4 +165,4 @@ def test_validation_metrics_count_every_episode_once() -> None:
 
 def test_an_episode_without_turns_divides_nothing_by_zero() -> None:
     assert metrics.env_metrics([fact(num_turns=0, invalid=0)])["env/invalid_frac"] == 0.0
-    assert metrics.rollout_metrics([fact(seconds=0.0)], [[]], [[]]) == {}
+    assert metrics.rollout_metrics([fact(seconds=0.0, request_tokens=0)], [[]], [[]]) == {}

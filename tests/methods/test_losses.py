@@ -141,15 +141,20 @@ def test_off_the_action_mask_nothing_counts_and_the_teacher_has_no_gradient(name
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("coef", [0.0, None])
-def test_a_weight_of_0_is_verl_s_loss_bit_for_bit(name: str, coef: float | None):
+def test_a_weight_of_0_is_verl_s_loss_bit_for_bit(name: str):
     (output, leaves), (other, others) = model_output(), model_output()
-    loss, metrics = distilled_loss(actor_config(), output, batch(coef), method=name, distill=DistillConfig())
+    loss, metrics = distilled_loss(actor_config(), output, batch(0.0), method=name, distill=DistillConfig())
     reference, _ = ppo_loss(actor_config(), other, batch(None))
     loss.backward()
     reference.backward()
     assert loss.item() == reference.item() and "distill_loss" not in metrics
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, others, strict=True))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_that_lost_the_weight_is_an_error(name: str):
+    with pytest.raises(KeyError, match=f"no distill_coef: without it {name} would train as GRPO"):
+        distilled_loss(actor_config(), model_output()[0], batch(None), method=name, distill=DistillConfig())
 
 
 def test_the_direction_of_each_gradient():

@@ -147,7 +147,7 @@ def _derived(config: DictConfig) -> set[str]:
     }
 
 
-_SCHEDULES = {"agentopsd.warmdown_steps"}
+_SCHEDULES = {"agentopsd.warmdown_steps", "agentopsd.distill.warmdown_steps"}
 
 
 _OPTIM_STEPS = ("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps")

@@ -120,7 +120,9 @@ def run_overrides(source: Source) -> list[str]:
     data_dir = OmegaConf.select(config, "env.data_dir")
     if data_dir and Path(str(data_dir)).is_dir():
         values["env.data_dir"] = str(data_dir)
-    return [f"{key}={_literal(value)}" for key, value in values.items() if value is not None]
+    given = {key: value for key, value in values.items() if value is not None and value != {}}
+    # keys of a dictionary are added to those of the preset
+    return [f"{'++' if OmegaConf.is_dict(value) else ''}{key}={_literal(value)}" for key, value in given.items()]
 
 
 _INHERITED_ENV = (

@@ -208,7 +208,7 @@ def _quiet(work_dir: Path) -> Iterator[None]:
     """What verl and its libraries print goes to a log."""
     with (
         (work_dir / "verl.log").open("a", encoding="utf-8") if work_dir.is_dir() else contextlib.nullcontext() as log,
-        contextlib.redirect_stdout(RedactingFile(log) if log else sys.stdout),  # type: ignore[type-var]
+        contextlib.redirect_stdout(RedactingFile(log) if log else sys.stdout),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
