@@ -120,13 +120,13 @@ def test_a_checkpoint_keeps_its_chat_template_and_what_it_is_told(tmp_path: Path
 def test_the_template_that_is_set_replaces_the_tokenizer_s():
     config, _ = configure(Request(overrides=CPU))
     plain = chat_format(config, str(TINY_MODEL))
-    template = plain._tokenizer.chat_template
-    config.actor_rollout_ref.model.custom_chat_template = template.replace(
-        "['content']", "['content'].replace('cool','heat')"
-    )
+    config.actor_rollout_ref.model.custom_chat_template = "<|system|>go<|end|>" + plain._tokenizer.chat_template
     changed = chat_format(config, str(TINY_MODEL))
     messages = [{"role": "user", "content": "cool"}]
-    assert changed.initial_ids(messages) != plain.initial_ids(messages)
+    assert changed.initial_ids(messages) == [
+        *plain.initial_ids([{"role": "system", "content": "go"}])[:-1],
+        *plain.initial_ids(messages),
+    ]
 
 
 @pytest.mark.parametrize("secret", ["hf_" + "a" * 34])
