@@ -59,6 +59,7 @@ class CountingFamily:
 
     def __init__(self, config):
         self.games = []
+        self.instant = config["backend"] == "exact"
 
     def tasks(self, split):
         return [Task(f"{split}/a", split, "count", "")]
@@ -550,6 +551,19 @@ def test_greedy_and_unseeded_requests_have_no_seed(qwen25_tokenizer):
 def test_the_seed_has_sglangs_name_there(qwen25_tokenizer):
     params = play(qwen25_tokenizer, ["win"], **{"actor_rollout_ref.rollout.name": "sglang"})[1].requests[0][2]
     assert "seed" not in params and isinstance(params["sampling_seed"], int)
+
+
+def test_only_a_family_that_says_it_is_instant_is_called_in_the_event_loop(qwen25_tokenizer, monkeypatch):
+    assert make_loop(qwen25_tokenizer, [])[0].context.executor is None
+    assert make_loop(qwen25_tokenizer, [], **{"env.backend": "slow"})[0].context.executor is not None
+    original = CountingFamily.__init__
+
+    def silent(self, config):
+        original(self, config)
+        del self.instant
+
+    monkeypatch.setattr(CountingFamily, "__init__", silent)
+    assert make_loop(qwen25_tokenizer, [])[0].context.executor is not None
 
 
 @pytest.mark.parametrize("episodes", [1, 4, 30])
