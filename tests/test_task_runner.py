@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from verl.agentopsd import task_runner
 from verl.agentopsd.rollout.failures import FILE_NAME
-from verl.agentopsd.task_runner import RunDirError, init_ray, prepare_run_dir
+from verl.agentopsd.run_guard import RunDirLocked
+from verl.agentopsd.task_runner import RunDirError, init_ray, prepare_run_dir, take_run_dir
 
 
 def config(run_dir: Path, resume_mode: str = "auto"):
@@ -20,9 +21,18 @@ def config(run_dir: Path, resume_mode: str = "auto"):
 def test_a_new_directory_is_made_and_an_old_run_s_errors_are_cleared(tmp_path: Path):
     run_dir = tmp_path / "deep" / "run"
     assert prepare_run_dir(config(run_dir)) == run_dir
-    (run_dir / FILE_NAME).write_text("yesterday's error")
-    prepare_run_dir(config(run_dir))
     assert list(run_dir.iterdir()) == []
+    (run_dir / FILE_NAME).write_text("yesterday's error")
+    with take_run_dir(run_dir):
+        assert not (run_dir / FILE_NAME).exists()
+
+
+def test_a_second_run_clears_nothing_of_the_first(tmp_path: Path):
+    with take_run_dir(tmp_path):
+        (tmp_path / FILE_NAME).write_text("today's error")
+        with pytest.raises(RunDirLocked):
+            take_run_dir(prepare_run_dir(config(tmp_path)))
+        assert (tmp_path / FILE_NAME).read_text() == "today's error"
 
 
 def test_a_finished_run_is_never_overwritten(tmp_path: Path):

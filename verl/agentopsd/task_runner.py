@@ -70,8 +70,7 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
     lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     try:
         run_dir = prepare_run_dir(config)
-        lock = lock_run_dir(run_dir)
-        (run_dir / FAILURES).unlink(missing_ok=True)
+        lock = take_run_dir(run_dir)
         start_ray(config, environment)
         termination.install()  # Ray has taken the signal over
         with (run_dir / "verl.log").open("a", encoding="utf-8") as log:
@@ -249,6 +248,13 @@ def prepare_run_dir(config: DictConfig) -> Path:
             "run_dir, or trainer.resume_mode=auto to continue it"
         )
     return run_dir
+
+
+def take_run_dir(run_dir: Path) -> TextIO:
+    """Locks the run directory (:func:`~.run_guard.lock_run_dir`) and clears what workers of an earlier run reported."""
+    lock = lock_run_dir(run_dir)
+    (run_dir / FAILURES).unlink(missing_ok=True)
+    return lock
 
 
 def quiet_libraries() -> None:
