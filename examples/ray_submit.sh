@@ -3,10 +3,11 @@
 #
 #   export RAY_API_SERVER_ADDRESS=http://HEAD:8265
 #   bash examples/ray_submit.sh run_dir=/shared/run1 device=gpu model=qwen2.5_7b trainer.nnodes=2
-#   bash examples/ray_submit.sh --dry-run run_dir=/shared/run1 device=gpu model=qwen2.5_7b   # prints the runtime environment and the command
-#   bash examples/ray_submit.sh --no-wait run_dir=/shared/run1 device=gpu model=qwen2.5_7b   # returns when the job is accepted
+#   bash examples/ray_submit.sh --dry-run run_dir=/shared/run1 device=gpu model=qwen2.5_3b  # prints the runtime environment and the command
+#   bash examples/ray_submit.sh --no-wait run_dir=/shared/run1 device=gpu model=qwen2.5_3b  # returns when the job is accepted
 #
-# Arguments are Hydra overrides; without device= and model= the tiny model trains on a CPU. The exit code is the job's. Ctrl-C stops watching, not the job; 'ray job stop ID' ends it.
+# Arguments are Hydra overrides; without device= and model= the tiny model trains on a CPU. The exit code is the job's.
+# Ctrl-C stops watching, not the job; 'ray job stop ID' ends it.
 #
 # What the nodes need: a Python environment with AgentOPSD installed, at the same place on all of them (an image, or a
 # shared disk). AGENTOPSD_JOB_PYTHON names its python (default: the one of this machine's environment). Files of the
