@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -79,15 +80,26 @@ def struck(directory: Path, victim: str, moment: str, step: int, *overrides: str
         assert any(kind in name for name in seen["forks"]), f"{kind} is no fork: {seen['forks']}"
     assert len(sockets) > 3, "Ray, the queue and the rollout server listen somewhere"
     assert [one for one in sockets if one[1] not in ("127.0.0.1", "::1")] == [], "and on the loopback interface only"
-    gone(directory)
+    gone(directory, seen["living"])
     return Run(directory, returncode, log.read_text())
 
 
-def gone(directory: Path) -> None:
-    deadline = time.monotonic() + 60
-    while (rest := left_behind(directory)) and time.monotonic() < deadline:
-        time.sleep(0.2)  # Ray's reaper needs a moment
+def gone(directory: Path, before: list[tuple[int, float, str]]) -> None:
+    """Of the processes ``before`` the blow too, some of which have written their titles over the mark."""
+    deadline = time.monotonic() + 30
+    while (rest := left_behind(directory) + still_there(before)) and time.monotonic() < deadline:
+        time.sleep(0.2)  # Ray's processes need a moment
     assert rest == []
+
+
+def still_there(before: list[tuple[int, float, str]]) -> list[str]:
+    found = []
+    for pid, start, name in before:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == start and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(name)
+    return found
 
 
 def digest(folder: Path) -> str:

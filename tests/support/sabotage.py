@@ -3,7 +3,7 @@
 VICTIM: ``driver`` (SIGKILL to this process), ``terminate`` (SIGTERM to it), ``server``, ``engine``, ``player``,
 ``learner`` (SIGKILL to the vLLM server, its engine, the agent-loop worker, the training worker). MOMENT: ``rollout``,
 ``saving`` or the name of a stage with a limit. The blow falls in update STEP. Before it, LOG gets all that the run
-listens on, as process and address, and the names of the workers that are forks.
+listens on, as process and address, the names of the workers that are forks, and every process with its id and start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def strike(victim: str, log: Path) -> None:
     sockets = [(name, address) for name, address in sockets if not (address == "::" and name in RENDEZVOUS)]
     servers = [child.pid for child in children if "forked/server.py" in " ".join(child.cmdline())]
     forks = [child.name() for child in children if child.ppid() in servers]
-    log.with_suffix(".new").write_text(json.dumps({"sockets": sockets, "forks": forks}))
+    living = [(child.pid, child.create_time(), child.name()) for child in children if child.is_running()]
+    log.with_suffix(".new").write_text(json.dumps({"sockets": sockets, "forks": forks, "living": living}))
     log.with_suffix(".new").replace(log)
     if victim in ("driver", "terminate"):
         os.kill(os.getpid(), signal.SIGKILL if victim == "driver" else signal.SIGTERM)

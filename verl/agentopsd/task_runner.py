@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import traceback
 import warnings
@@ -20,12 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.agentopsd import trackers
 from verl.agentopsd.checkpoints import out_of_space, write_atomically
 from verl.agentopsd.doctor import resources
-from verl.agentopsd.platform import weight_channel
+from verl.agentopsd.platform import reaper, weight_channel
 from verl.agentopsd.platform.forked import preload
 from verl.agentopsd.platform.loopback import loopback_only
 from verl.agentopsd.ray_auth import use_token_if_there
@@ -126,6 +128,10 @@ def cause_of(error: BaseException) -> str:
     return lines[0] if isinstance(error, ray.exceptions.RayActorError) else lines[-1]
 
 
+_reapers: list[subprocess.Popen[bytes] | None] = []
+"""End, should this process be killed, what it has started; referred to as long as they run."""
+
+
 def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
     """Starts or joins Ray with verl's runtime environment and ours, then checks that the run fits.
 
@@ -157,6 +163,8 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
                 given.setdefault("py_executable", shlex.quote(str(server.python)))  # Ray gives it to a shell
         options |= {"runtime_env": {**defaults, **given}, "logging_level": logging.ERROR}
         init_ray({str(name): value for name, value in options.items()})
+        started = psutil.Process().children(recursive=True)
+        _reapers.append(reaper.watch_over([process.pid for process in started]))
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if problem := resources.cluster_problem(resources.needs(config), nodes):
         raise ResourceError(problem)
