@@ -24,7 +24,7 @@ ALONE = (
     "growth",
     "cost_model",
 )
-STACK = ("startup", "update", "rollout_tokens", "workers")
+STACK = ("rollout_wall", "startup", "update", "teacher_share", "rollout_tokens", "workers")
 
 
 def main() -> int:

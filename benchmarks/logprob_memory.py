@@ -1,65 +1,76 @@
-"""Peak memory of log-probs at Qwen's vocabulary (151,936): full logits, verl's fused linear, action positions alone.
+"""Peak memory of log-probs at Qwen's vocabulary (151,936): verl's engine, its fused linear, and this package's engine.
 
-A small-width model (hidden size 64) so that the logits, not the layers, fill the memory; forward only, CPU, float32.
-A quarter of the tokens is sampled by the policy, as in an episode. Every side runs in a fresh process, whose peak
-resident size less the one before the log-probs is compared; the numbers agree to 1e-4 (checked).
+A small-width model (hidden size 64) so that the logits, not the layers, fill the memory; forward only, CPU, float32,
+rows packed. A quarter of the tokens is sampled by the policy, as in an episode. Every side runs in a fresh process,
+whose peak resident size less the one before the log-probs is compared; the numbers agree to 1e-4 (checked).
 """
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import Sample, in_process, machine, parser, peak_memory_mib, ratio, report, spread, table
 
 VOCABULARY, WIDTH, SHARE = 151_936, 64, 4
-SIDES = {"full logits": "full", "verl's fused linear (all positions)": "fused", "action positions, chunked": "ours"}
+UPSTREAM, FUSED, OURS = "verl's engine", "verl's fused linear", "logits of sampled tokens alone"
+SIDES = {UPSTREAM: "upstream", FUSED: "fused", OURS: "ours"}
 
 
-def inputs(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden (N,T,H), weight (V,H), ids (N,T), mask (N,T)."""
+class TokenModel(nn.Module):
+    """An embedding and an output layer: all that is left of a model when its layers cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed = nn.Embedding.from_pretrained(torch.randn(VOCABULARY, WIDTH, generator=generator))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight.data = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, **unused: Any) -> Any:
+        return SimpleNamespace(logits=self.head(self.embed(input_ids)))
+
+
+def inputs(rows: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Ids (L,) and masks (L,) of each row."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, length, WIDTH, generator=generator)
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
-    ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
-    mask = (torch.arange(length) % SHARE == SHARE - 1).expand(rows, length)
-    return hidden, weight, ids, mask
+    ids = [torch.randint(VOCABULARY, (length,), generator=generator) for _ in range(rows)]
+    return ids, [(torch.arange(length) % SHARE == SHARE - 1).long()] * rows
 
 
-def full(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """As verl's engine does without fused kernels: logits of every position, then their log-probs."""
-    from verl.utils.torch_functional import logprobs_from_logits
+def log_probs(side: str, model: TokenModel, ids: list[Tensor], masks: list[Tensor]) -> Tensor:
+    """(A,) at the sampled tokens."""
+    from benchmarks import bare_engine as bare
+    from verl.agentopsd.platform.action_logits import predicting
 
-    logits = torch.nn.functional.linear(hidden, weight)
-    scored = logprobs_from_logits(logits[:, :-1], ids[:, 1:])
-    return scored[mask[:, 1:]]
+    batch = bare.micro_batch(ids, masks, temperature=1.0, use_remove_padding=True)
+    at = predicting(batch["loss_mask"], batch["input_ids"])
+    if side == "fused":  # ``use_fused_kernels=true`` with the torch back end: every position, in chunks
+        from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-
-def fused(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """``use_fused_kernels=true`` with the torch back end: every position, in chunks, with the entropy."""
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    scored, _ = FusedLinearForPPO()(hidden[:, :-1], weight, ids[:, 1:], 1.0)
-    return scored.view(mask[:, 1:].shape)[mask[:, 1:]]
-
-
-def ours(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    from benchmarks.action_logprobs import action_log_probs
-
-    return action_log_probs(hidden, weight, ids, mask)
+        packed = torch.cat(ids)
+        scored, _ = FusedLinearForPPO()(model.embed(packed)[None], model.head.weight, packed.roll(-1)[None], 1.0)
+        return scored.view(-1)[at]
+    engine = bare.bare_engine(bare.OURS if side == "ours" else bare.UPSTREAM, model)
+    found = engine.forward_step(batch, None, forward_only=True)[1]["model_output"]["log_probs"]
+    return found.values()[at]
 
 
 def measure(side: str, rows: int, length: int) -> dict[str, Any]:
     """One side in this process."""
     torch.set_num_threads(1)
-    given = inputs(rows, length)
-    globals()[side](*inputs(1, SHARE))  # imports and first-use buffers are not the log-probs'
-    before, started = peak_memory_mib(), time.perf_counter()
+    model, given = TokenModel(), inputs(rows, length)
     with torch.no_grad():
-        scored = globals()[side](*given)
+        log_probs(side, model, *inputs(1, SHARE))  # imports and first-use buffers are not the log-probs'
+        before, started = peak_memory_mib(), time.perf_counter()
+        scored = log_probs(side, model, *given)
     seconds = time.perf_counter() - started
     return {"mib": peak_memory_mib() - before, "seconds": seconds, "sum": float(scored.double().sum())}
 
@@ -76,8 +87,9 @@ def main() -> None:
     assert max(sums) - min(sums) < 1e-4 * rows * length / SHARE, sums
     memory = {name: Sample(tuple(run["mib"] for run in found), "MiB") for name, found in runs.items()}
     seconds = {name: Sample(tuple(run["seconds"] for run in found)) for name, found in runs.items()}
-    least = memory["action positions, chunked"]
-    lines = [[name, spread(memory[name]), spread(ratio(memory[name], least)), spread(seconds[name])] for name in SIDES]
+    lines = [
+        [name, spread(memory[name]), spread(ratio(memory[name], memory[OURS])), spread(seconds[name])] for name in SIDES
+    ]
     print(f"{rows} × {length} tokens, vocabulary {VOCABULARY}, 1 in {SHARE} sampled")
     print(table(["log-probs", "peak memory", "against the last", "time"], lines))
     result = {"rows": rows, "length": length, "memory": memory, "seconds": seconds}

@@ -150,7 +150,7 @@ def test_a_game_without_a_skill_is_an_error(chat):
 
 def test_a_row_must_end_in_its_response():
     with pytest.raises(AssertionError, match="must end in the student's response"):
-        scoring_batch([torch.tensor([1, 2, 3])], [torch.tensor([2, 4])], 1.0)
+        scoring_batch([torch.tensor([1, 2, 3])], [torch.tensor([2, 4])], [torch.ones(2)], 1.0)
 
 
 def test_other_weights_without_text_read_the_student_s_own_prompt(chat):

@@ -147,9 +147,10 @@ def test_fifty_turns(name: str, settings: dict, thinks: bool, game, request: pyt
     )
     teacher = torch.tensor(chat.initial_ids(skilled) + output.response_ids)
     assert len(teacher) > len(whole)
-    scoring_batch([teacher], [torch.tensor(output.response_ids)], temperature=1.0)
+    response, mask = torch.tensor(output.response_ids), torch.tensor(output.response_mask)
+    scoring_batch([teacher], [response], [mask], temperature=1.0)
     with pytest.raises(AssertionError, match="must end in the student's response"):
-        scoring_batch([teacher[:-1]], [torch.tensor(output.response_ids)], temperature=1.0)
+        scoring_batch([teacher[:-1]], [response], [mask], temperature=1.0)
 
 
 def test_earlier_thoughts_stay_although_the_template_strips_them(qwen3_tokenizer, game, tmp_path: Path):

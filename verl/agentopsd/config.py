@@ -344,6 +344,7 @@ def _sampling_problems(config: DictConfig) -> list[str]:
 def _switch_problems(config: DictConfig) -> list[str]:
     """Switches that are on or off, and belong to no other check."""
     checks = [
+        _boolean("agentopsd.action_logits", config.agentopsd.action_logits),
         _boolean("agentopsd.student_skill", config.agentopsd.student_skill),
         _boolean("hardware.forked_workers", config.hardware.forked_workers),
     ]

@@ -36,7 +36,7 @@ from verl.agentopsd.doctor import report as output
 from verl.agentopsd.doctor.examine import examine
 from verl.agentopsd.doctor.finding import Level
 from verl.agentopsd.horizon import describe
-from verl.agentopsd.platform import patches
+from verl.agentopsd.platform import action_logits, patches
 from verl.agentopsd.platform.environment import activate_cpu
 from verl.agentopsd.platform.forked.preload import forks, preloading
 from verl.agentopsd.redact import redact, redact_yaml
@@ -65,6 +65,7 @@ def config_group(name: str) -> list[str]:
 def worker_environment(config: DictConfig) -> dict[str, str]:
     """Variables that every worker must have; sets them here as well."""
     environment = activate_cpu() if config.trainer.device == "cpu" else {}
+    environment[action_logits.VARIABLE] = "1" if config.agentopsd.action_logits is True else "0"
     if Path(str(config.actor_rollout_ref.model.path)).is_dir():
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")

@@ -62,7 +62,8 @@ class TeacherPolicy:
         return torch.tensor(self._prompts[key], dtype=torch.int64)
 
     def log_probs(self, episodes: Sequence[Episode], among: Sequence[Episode] = ()) -> list[torch.Tensor]:
-        """(T,) float32 per episode: teacher log-probability of every response token, in the order given.
+        """(T,) float32 per episode, in the order given: teacher log-probability of every action token; without meaning
+        elsewhere.
 
         Sets ``tokens``, the length of all rows that were forwarded, and ``without_text``, the keys of the episodes for
         which there was no privileged text. The student itself without text is not asked again: its answer is
@@ -86,7 +87,7 @@ class TeacherPolicy:
         # neighbours of similar length share a micro-batch, so that little of it is padding
         order = sorted(asked, key=lambda i: len(rows[i]))
         padded_order = order + [order[0]] * (-len(order) % self.row_multiple)
-        scored = self._score([rows[i] for i in padded_order], [episodes[i].response_ids for i in padded_order])
+        scored = self._score([rows[i] for i in padded_order], [episodes[i] for i in padded_order])
         for index, log_probs in zip(order, scored, strict=False):  # the rest is padding
             result[index] = log_probs
         return result
@@ -105,26 +106,30 @@ class TeacherPolicy:
             )
         return row
 
-    def _score(self, rows: list[torch.Tensor], responses: list[torch.Tensor]) -> list[torch.Tensor]:
-        output = self.compute_log_prob(scoring_batch(rows, responses, self.temperature))
+    def _score(self, rows: list[torch.Tensor], episodes: list[Episode]) -> list[torch.Tensor]:
+        responses, masks = [one.response_ids for one in episodes], [one.action_mask for one in episodes]
+        output = self.compute_log_prob(scoring_batch(rows, responses, masks, self.temperature))
         response_shape = torch.nested.as_nested_tensor(responses, layout=torch.jagged)
         return [row.float() for row in response_from_nested(output["log_probs"], response_shape).unbind()]
 
 
-def scoring_batch(rows: list[torch.Tensor], responses: list[torch.Tensor], temperature: float) -> TensorDict:
+def scoring_batch(
+    rows: list[torch.Tensor], responses: list[torch.Tensor], masks: list[torch.Tensor], temperature: float
+) -> TensorDict:
     """A fresh batch for the engine's forward pass: nothing of an earlier call can linger in it.
 
     Args:
         rows: (L,) int64 token ids per row, prompt then response.
         responses: (T,) int64 per row, the last T tokens of the row.
+        masks: (T,) per row, nonzero on the tokens whose log-prob is wanted.
     """
     for row, response in zip(rows, responses, strict=True):
         assert torch.equal(row[len(row) - len(response) :], response), (
             "a teacher row must end in the student's response"
         )
     loss_masks = [
-        torch.cat([torch.zeros(len(row) - len(response)), torch.ones(len(response))]).long()
-        for row, response in zip(rows, responses, strict=True)
+        torch.cat([torch.zeros(len(row) - len(mask), dtype=torch.int64), mask.long()])
+        for row, mask in zip(rows, masks, strict=True)
     ]
     columns: dict[str, Any] = {
         "input_ids": rows,
