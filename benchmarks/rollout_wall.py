@@ -9,11 +9,9 @@ agent loop and the games themselves are left out, so that the difference is the 
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import Sample, machine, number, parser, ratio, report, spread, table
@@ -28,8 +26,9 @@ LONGEST = 16_384
 class Player:
     """Plays token counts: random ids in place of prompts and observations, answers of the wanted length."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         """Starts vLLM on the shipped model, with room for more positions than it was trained on."""
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         activate_cpu()
         from vllm import EngineArgs, LLMEngine
 
@@ -44,7 +43,6 @@ class Player:
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=LONGEST,
                 disable_log_stats=True,
-                download_dir=str(folder),
                 **settings,
             )
         )
@@ -101,33 +99,28 @@ def main() -> None:
     options = parser("rollout_wall", __doc__, repeats=3).parse_args()
     before = machine()
     short = tiny_episodes(*((2, 4) if options.quick else (8, 8)))
-    cases: dict[str, Callable[[], Counts]] = {
-        "commands alone": lambda: short,
-        "with reasoning, long tail": lambda: with_tail(short),
-    }
+    cases = {"commands alone": short, "with reasoning, long tail": with_tail(short)}
     rows, result = [], {}
-    with TemporaryDirectory() as folder:
-        player = Player(Path(folder))
-        for name, counts_of in cases.items():
-            counts = counts_of()
-            player.play(counts, lock_step=False, seed=0)  # first use of kernels and buffers
-            found: dict[str, list[dict[str, Any]]] = {"free": [], "lock_step": []}
-            for seed in range(1, 1 + (1 if options.quick else options.repeats)):
-                for side in found:
-                    found[side].append(player.play(counts, lock_step=side == "lock_step", seed=seed))
-            seconds = {side: Sample(tuple(run["seconds"] for run in runs)) for side, runs in found.items()}
-            steps = {side: runs[0]["steps"] for side, runs in found.items()}
-            slower = ratio(seconds["lock_step"], seconds["free"])
-            result[name] = {"seconds": seconds, "steps": steps, "ratio": slower, "sampled": counts.sampled()}
-            rows.append(
-                [
-                    name,
-                    spread(seconds["lock_step"]),
-                    spread(seconds["free"]),
-                    spread(slower),
-                    number(steps["lock_step"] / steps["free"]) + " ×",
-                ]
-            )
+    player = Player()
+    for name, counts in cases.items():
+        player.play(counts, lock_step=False, seed=0)  # first use of kernels and buffers
+        found: dict[str, list[dict[str, Any]]] = {"free": [], "lock_step": []}
+        for seed in range(1, 1 + (1 if options.quick else options.repeats)):
+            for side in found:
+                found[side].append(player.play(counts, lock_step=side == "lock_step", seed=seed))
+        seconds = {side: Sample(tuple(run["seconds"] for run in runs)) for side, runs in found.items()}
+        steps = {side: runs[0]["steps"] for side, runs in found.items()}
+        slower = ratio(seconds["lock_step"], seconds["free"])
+        result[name] = {"seconds": seconds, "steps": steps, "ratio": slower, "sampled": counts.sampled()}
+        rows.append(
+            [
+                name,
+                spread(seconds["lock_step"]),
+                spread(seconds["free"]),
+                spread(slower),
+                number(steps["lock_step"] / steps["free"]) + " ×",
+            ]
+        )
     print(table(["answers", "lock-step", "no barrier", "wall time", "engine steps"], rows))
     report(options, "rollout_wall", before, {"cases": result})
 

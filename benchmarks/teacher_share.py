@@ -111,7 +111,7 @@ def main() -> None:
     print(
         f"{found['updates']} updates; {number(found['seconds_per_1000_tokens'])} s per 1,000 tokens and "
         f"{number(found['seconds_at_zero'])} s at none (R² {found['r_squared']:.2f}); "
-        f"{number(found['tokens_per_row'])} tokens a row; the rest of an update takes {number(found['rest_of_the_update'])} s"
+        f"{number(found['tokens_per_row'])} tokens a row; the rest: {number(found['rest_of_the_update'])} s an update"
     )
     report(options, "teacher_share", before, found)
 

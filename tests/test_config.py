@@ -114,6 +114,7 @@ def test_overrides_reach_the_credit_rule():
         ("data.sampling.low=0.95", "data.sampling.low=0.95 must be below data.sampling.high=0.95"),
         ("data.sampling.hard_share=0.8", "hard_share + easy_share + explore_share is 1.1, more than a whole update"),
         ("data.sampling.window=0", "data.sampling.window=0: must be a whole number, at least 1"),
+        ("agentopsd.action_logits=0", "agentopsd.action_logits=0: must be true or false"),
         ("agentopsd.student_skill=1", "agentopsd.student_skill=1: must be true or false"),
         ("hardware.forked_workers=often", "hardware.forked_workers=often: must be true or false"),
         ("agentopsd.student_skill=true", "agentopsd.student_skill=true with"),

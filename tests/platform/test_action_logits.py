@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tensordict import TensorDict
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from benchmarks import bare_engine as bare
 from benchmarks.bare_engine import OURS, UPSTREAM, bare_engine, micro_batch
+from verl.agentopsd import main
 from verl.agentopsd.config import TINY_MODEL
 from verl.agentopsd.platform.action_logits import VARIABLE, predicting
 
@@ -143,6 +147,22 @@ def test_rows_without_a_sampled_token_have_zeros():
     found, gradients = scored(bare_engine(OURS, TokenModel()), batch_of(True, nothing))
     assert [len(values) for values in found.values()] == [sum(LENGTHS)] * 2
     assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_setting_reaches_the_engine_and_finds_the_output_layer(
+    tiny: nn.Module, adapted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FSDPEngine, "initialize", lambda self: None)
+    monkeypatch.setattr(main, "activate_cpu", dict)
+    for value in (True, False):
+        config = main.compose_config(["model=tiny", "device=cpu", f"agentopsd.action_logits={value}"])
+        monkeypatch.setenv(VARIABLE, main.worker_environment(config)[VARIABLE])
+        model = copy.deepcopy(tiny)
+        made = OURS.__new__(OURS)
+        made.module = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")) if adapted else model
+        made.initialize()
+        assert (made._only_at in model.lm_head._forward_pre_hooks.values()) is value
 
 
 @pytest.mark.parametrize("settings", [{VARIABLE: "0"}, {"use_fused_kernels": True}])
