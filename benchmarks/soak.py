@@ -64,8 +64,10 @@ class Memory:
             except psutil.Error:
                 continue
 
-    def table(self) -> list[tuple[str, float, float, float]]:
-        """Name, MiB after the warm-up, MiB at the end (means over a fifth of the rest each), MiB per hour."""
+    def table(self) -> list[tuple[str, float, float, float, float]]:
+        """Name, MiB after the warm-up, half-way and at the end (means over a fifth of the rest each), and MiB per hour
+        of the second half: a cache that fills, or an allocator that settles, slows down.
+        """
         rows = []
         begin = self.seconds[0] + WARM_UP * (self.seconds[-1] - self.seconds[0])
         for name, samples in sorted(self.by_process.items()):
@@ -73,10 +75,36 @@ class Memory:
             if len(after) < 10:
                 continue
             fifth = len(after) // 5
-            first, last = (sum(mib for _, mib in part) / fifth for part in (after[:fifth], after[-fifth:]))
-            hours = (after[-1][0] - after[0][0]) * 0.8 / 3600
-            rows.append((name, first, last, (last - first) / hours))
-        return sorted(rows, key=lambda row: -row[2])
+            parts = (after[:fifth], after[2 * fifth : 3 * fifth], after[-fifth:])
+            first, middle, last = (sum(mib for _, mib in part) / fifth for part in parts)
+            hours = (after[-1][0] - after[0][0]) * 0.4 / 3600
+            rows.append((name, first, middle, last, (last - middle) / hours))
+        return sorted(rows, key=lambda row: -row[3])
+
+    def write(self, path: Path) -> None:
+        """Every sample as CSV, and beside it a picture of the processes that changed."""
+        import matplotlib
+        import pandas
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        samples = [(name, when, mib) for name, found in self.by_process.items() for when, mib in found]
+        frame = pandas.DataFrame(samples, columns=["process", "seconds", "mib"])
+        frame["seconds"] -= self.seconds[0]
+        frame.to_csv(path, index=False, float_format="%.2f")
+        figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        for name, first, *_, last, _ in self.table():
+            if abs(last - first) >= 2:
+                own = frame[frame.process == name]
+                axis.plot(own.seconds / 60, own.mib - first, label=name, linewidth=1)
+        axis.set_xlabel("minutes since the last start")
+        axis.set_ylabel("MiB beside the level after the warm-up")
+        axis.set_ylim(-30, 30)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(fontsize="small", frameon=False)
+        figure.savefig(path.with_suffix(".png"), dpi=130)
 
 
 def name_of(process: psutil.Process) -> str:
@@ -215,9 +243,14 @@ def main() -> int:
     print(f"{minutes:.1f} min, " + ", ".join(f"{count} {name}" for name, count in found.items()))
     print(f"blows: {'; '.join(blows) or 'none'}")
     print(f"memory over the last {(memory.seconds[-1] - memory.seconds[0]) / 60:.1f} min, since the last start")
-    print("| process | MiB after warm-up | MiB at the end | MiB per hour |\n|---|---|---|---|")
-    for name, first, last, slope in memory.table():
-        print(f"| {name} | {first:.0f} | {last:.0f} | {slope:+.0f} |")
+    print(
+        "| process | MiB after warm-up | half-way | at the end | MiB per hour of the second half |\n|---|---|---|---|---|"
+    )
+    for name, first, middle, last, slope in memory.table():
+        print(f"| {name} | {first:.0f} | {middle:.0f} | {last:.0f} | {slope:+.0f} |")
+    samples = run_dir.with_name(f"{run_dir.name}-memory.csv")
+    memory.write(samples)
+    print(f"every sample: {samples}, a picture: {samples.with_suffix('.png')}")
     return 0
 
 

@@ -110,12 +110,19 @@ def test_every_kind_of_process_is_killed_in_the_first_half(seed: int):
     assert Plan.drawn(200, 5, seed) == plan and Plan.drawn(200, 0, seed).blows == []
 
 
-def test_growth_is_measured_after_the_warm_up():
+def test_growth_is_measured_after_the_warm_up(tmp_path: Path):
     memory = Memory()
     for second in range(0, 3600, 10):
         memory.seconds.append(second)
         memory.by_process["grows"].append((second, 100 + second / 36))  # 100 MiB in an hour
         memory.by_process["flat"].append((second, 50.0 if second > 600 else second / 12))
-    rows = {name: (first, last, slope) for name, first, last, slope in memory.table()}
-    assert rows["grows"][2] == pytest.approx(100, rel=0.05)
-    assert rows["flat"] == (50.0, 50.0, 0.0)
+        memory.by_process["fills"].append((second, min(100, second / 24)))  # a cache, full after 40 minutes
+    rows = {name: values for name, *values in memory.table()}
+    assert rows["grows"][3] == pytest.approx(100, rel=0.05)
+    assert rows["flat"] == [50.0, 50.0, 50.0, 0.0]
+    first, middle, last, slope = rows["fills"]
+    assert first < middle < last == 100 and slope < 30
+    memory.write(tmp_path / "memory.csv")
+    lines = (tmp_path / "memory.csv").read_text().splitlines()
+    assert len(lines) == 1 + 3 * 360 and lines[-1] == "fills,3590,100.00"
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
