@@ -243,9 +243,8 @@ def main() -> int:
     print(f"{minutes:.1f} min, " + ", ".join(f"{count} {name}" for name, count in found.items()))
     print(f"blows: {'; '.join(blows) or 'none'}")
     print(f"memory over the last {(memory.seconds[-1] - memory.seconds[0]) / 60:.1f} min, since the last start")
-    print(
-        "| process | MiB after warm-up | half-way | at the end | MiB per hour of the second half |\n|---|---|---|---|---|"
-    )
+    print("| process | MiB after warm-up | half-way | at the end | MiB per hour, second half |")
+    print("|---|---|---|---|---|")
     for name, first, middle, last, slope in memory.table():
         print(f"| {name} | {first:.0f} | {middle:.0f} | {last:.0f} | {slope:+.0f} |")
     samples = run_dir.with_name(f"{run_dir.name}-memory.csv")
