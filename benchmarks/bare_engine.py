@@ -50,4 +50,5 @@ def micro_batch(rows: list[Tensor], masks: list[Tensor], **settings: Any) -> Ten
     tensors: Any = {
         name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()
     }
-    return tu.get_tensordict(tensors, settings)
+    tensors |= {name: value for name, value in settings.items() if isinstance(value, Tensor)}
+    return tu.get_tensordict(tensors, {name: value for name, value in settings.items() if name not in tensors})

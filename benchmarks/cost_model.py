@@ -22,7 +22,7 @@ from verl.agentopsd.doctor.shapes import shape_of
 
 STAGES = ("rollout", "old_log_probs", "teacher", "reference", "update")
 PUBLISHED = StageSeconds(rollout=424, old_log_probs=179, teacher=260, reference=175, update=774)
-README_CPU = StageSeconds(rollout=5.6, old_log_probs=1.8, teacher=1.6, reference=0.0, update=5.0)
+README_CPU = StageSeconds(rollout=9.4, old_log_probs=1.6, teacher=1.4, reference=0.0, update=4.4)
 METRICS = {
     "rollout": "timing_s/gen",
     "old_log_probs": "timing_s/old_log_prob",

@@ -1,10 +1,11 @@
 """ALFWorld's engine: the exact one in Python against the real one (TextWorld), in this process and in worker processes.
 
-The same commands, drawn at random from what is admissible, go to both; their answers are compared word for word. Both
-are measured with 1, 8, 64 and 512 games open at once. The real one needs two seconds to open a game: 64 in the first
-round alone (``--once``), 512 only where asked for (``--once 64 512``, 20 minutes more), and not in worker processes.
-In this process the time is processor time, in worker processes it is the wall clock's. Memory is what a process grew
-by, divided by the open games.
+The same commands, drawn at random from what is admissible, go to both; their answers are compared word for word. The
+exact one is measured with 1, 8, 64 and 512 games open at once. The real one needs two seconds to open a game: 64 are
+opened in the first round alone (``--once``), 512 only when asked for (``--once 64 512``, 20 minutes more), and not in
+worker processes.
+In this process the time is processor time, with worker processes the wall clock's: they agree on a quiet machine.
+Memory is what a process grew by, divided by the open games.
 """
 
 from __future__ import annotations

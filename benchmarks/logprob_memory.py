@@ -1,8 +1,10 @@
 """Peak memory of log-probs at Qwen's vocabulary (151,936): verl's engine, its fused linear, and this package's engine.
 
 A small-width model (hidden size 64) so that the logits, not the layers, fill the memory; forward only, CPU, float32,
-rows packed. A quarter of the tokens is sampled by the policy, as in an episode. Every side runs in a fresh process,
-whose peak resident size less the one before the log-probs is compared; the numbers agree to 1e-4 (checked).
+rows packed. verl's engine has this package's chunks of 1,024 tokens for the log-probs themselves, without which it goes
+token by token (``platform/packed_logprobs.py``). A quarter of the tokens is sampled by the policy, as in an episode.
+Every side runs in a fresh process, whose peak resident size less the one before the log-probs is compared; the numbers
+agree to 1e-4 (checked).
 """
 
 from __future__ import annotations

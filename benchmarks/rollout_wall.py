@@ -1,7 +1,7 @@
 """Wall time of a rollout without a barrier against one in lock-step: the same episodes through vLLM's engine.
 
 Counts of tokens (prompt, every answer, every observation) are those of real episodes, as in ``rollout_steps``, with
-short answers and with a long tail of reasoning. Both sides give vLLM the same requests with the same lengths: without a
+short answers and with a long tail of reasoning. Both sides give vLLM requests of the same lengths: without a
 barrier an episode asks for its next turn as soon as it has an answer; in lock-step all episodes of a turn have to be
 answered before any asks again, and ended ones ask no more. vLLM runs in this process, with a prefix cache; Ray, the
 agent loop and the games themselves are left out, so that the difference is the barrier's alone.

@@ -100,7 +100,6 @@ class Memory:
                 axis.plot(own.seconds / 60, own.mib - first, label=name, linewidth=1)
         axis.set_xlabel("minutes since the last start")
         axis.set_ylabel("MiB beside the level after the warm-up")
-        axis.set_ylim(-30, 30)
         axis.spines[["top", "right"]].set_visible(False)
         if axis.lines:
             axis.legend(fontsize="small", frameon=False)

@@ -2,8 +2,9 @@
 
 How many rows the teacher reads depends on the games that were won, so that a run passes through many numbers: its
 seconds are fitted as a line through tokens read, and the line is taken at all rows and at half of them. Against: the
-same updates without their teacher. The floor is one forward pass of these rows: the pass that gives the old log-probs,
-whose seconds per token are measured in the same updates (it has the entropies too), over the teacher's tokens.
+same updates without their teacher. Beside it what one forward pass over these tokens costs at the speed of the pass for
+the old log-probs, which is measured in the same updates and has the entropies too: the teacher cannot do with less than
+a pass, and with less than this only by leaving those out.
 
     python -m benchmarks.teacher_share                  # a run of its own, the CPU default
     python -m benchmarks.teacher_share --run RUN_DIR    # of a run that was made
@@ -51,6 +52,8 @@ def shares(updates: list[dict[str, float]]) -> dict[str, Any]:
     def column(name: str) -> np.ndarray:
         return np.array([row[name] for row in updates])
 
+    if len(updates) < 3 or len({row["teacher/tokens"] for row in updates}) < 2:
+        raise SystemExit("a line needs three updates in which the teacher read different numbers of tokens")
     tokens, seconds, scored = column("teacher/tokens"), column("teacher/seconds"), column("teacher/rows_scored")
     line = stats.linregress(tokens, seconds)
     rest = float(np.median(column("timing_s/step") - seconds))
@@ -72,17 +75,17 @@ def shares(updates: list[dict[str, float]]) -> dict[str, Any]:
         found[name] = {
             "rows": rows,
             "seconds": teacher,
-            "interval": 1.96 * prediction_error(tokens, seconds, line, read),
+            "interval": float(stats.t.ppf(0.975, len(tokens) - 2)) * standard_error(tokens, seconds, line, read),
             "share": teacher / rest,
-            "floor_share": old * read / rest,
+            "one_pass_share": old * read / rest,
         }
     return found
 
 
-def prediction_error(x: np.ndarray, y: np.ndarray, line: Any, at: float) -> float:
-    """Standard error of the line's value at ``at``."""
+def standard_error(x: np.ndarray, y: np.ndarray, line: Any, at: float) -> float:
+    """Of the line's value at ``at``."""
     residuals = y - (line.intercept + line.slope * x)
-    variance = float(residuals @ residuals) / max(len(x) - 2, 1)
+    variance = float(residuals @ residuals) / (len(x) - 2)
     return float(np.sqrt(variance * (1 / len(x) + (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())))
 
 
@@ -93,7 +96,7 @@ def main() -> None:
     options = made.parse_args()
     before = machine()
     with tempfile.TemporaryDirectory(prefix="agentopsd-teacher-") as folder:
-        run_dir = options.run or played(Path(folder), 4 if options.quick else options.updates)
+        run_dir = options.run or played(Path(folder), 5 if options.quick else options.updates)
         found = shares(updates_of(run_dir))
     lines = [
         [
@@ -101,13 +104,11 @@ def main() -> None:
             int(found[name]["rows"]),
             f"{number(found[name]['seconds'])} ± {number(found[name]['interval'])} s",
             f"{found[name]['share']:.1%}",
-            f"{found[name]['floor_share']:.1%}",
+            f"{found[name]['one_pass_share']:.1%}",
         ]
         for name in ("none trivial", "half trivial")
     ]
-    print(
-        table(["groups", "rows read", "teacher", "of the rest of the update", "floor: one pass as the old one"], lines)
-    )
+    print(table(["groups", "rows read", "teacher", "of the rest of the update", "one pass like the old one's"], lines))
     print(
         f"{found['updates']} updates; {number(found['seconds_per_1000_tokens'])} s per 1,000 tokens and "
         f"{number(found['seconds_at_zero'])} s at none (R² {found['r_squared']:.2f}); "

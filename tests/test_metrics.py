@@ -149,6 +149,14 @@ def test_rollout_metrics() -> None:
     assert metrics.rollout_metrics(facts, rollout, actor, seconds=10.0)["rollout/tokens_per_second"] == 15.0
 
 
+def test_log_probs_that_nobody_reads_are_counted() -> None:
+    log_probs = [torch.tensor([-1.0, 0.0, -2.0, -3.0]), torch.tensor([0.0, -1.0])]
+    masks = [torch.tensor([True, False, False, True]), torch.tensor([False, True])]
+    assert metrics.engine_metrics(log_probs, masks) == {"actor/unread_log_prob_frac": pytest.approx(1 / 3)}
+    assert metrics.engine_metrics(log_probs[1:], masks[1:]) == {"actor/unread_log_prob_frac": 0.0}
+    assert metrics.engine_metrics([torch.tensor([-1.0])], [torch.tensor([True])]) == {}
+
+
 def record(won: bool, **changes) -> EpisodeRecord:
     base = dict(run="r", step=3, phase="validation", split="valid_unseen", game_id="g", task_type="heat", seed=0)
     return EpisodeRecord(**{**base, "won": won, "num_turns": 8, "invalid": 2, "truncated": False, **changes})

@@ -90,6 +90,9 @@ def test_rows_end_in_the_student_s_response_and_start_with_the_skill(chat):
         ]
     )
     assert row.tolist() == expected + [7, 8, 9, 10]
+    # and asks for the action tokens alone
+    (mask,) = engine.calls[0]["loss_mask"].unbind()
+    assert mask.tolist() == [0] * len(expected) + [1, 0, 1, 0]
     # token at position p of the row has the value p
     assert scores[0].tolist() == [len(expected) + t for t in range(4)]
     assert policy.tokens == len(expected) + 4

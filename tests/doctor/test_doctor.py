@@ -302,6 +302,16 @@ def test_what_does_not_fit_is_said_with_the_largest_that_does():
     assert "use_fused_kernels=true" in refused[0]
 
 
+def test_logits_that_are_never_made_refuse_nothing():
+    """16,384 tokens: 18.5 GiB of logits, of which a run makes those of its sampled tokens."""
+    long_rows = ["model=qwen2.5_1.5b_1gpu", "hardware.gpu=A10G", "hardware.rollout_memory=0.4"]
+    made, findings = plan_of(*long_rows)
+    assert made is not None and made.largest_micro_batch < made.layout.micro_batch_tokens
+    assert "so that it may fit" in texts(findings, Level.WARNING)[0] and texts(findings, Level.ERROR) == []
+    _, findings = plan_of(*long_rows, "agentopsd.action_logits=false")
+    assert "the largest micro-batch that fits" in texts(findings, Level.ERROR)[0]
+
+
 def test_a_cache_that_is_too_small_is_a_warning():
     _, findings = plan_of("model=qwen2.5_1.5b_1gpu", "hardware.rollout_memory=0.3")
     assert "rows of full length fit the cache of a server that plays 128" in texts(findings, Level.WARNING)[0]

@@ -54,7 +54,8 @@ def battered(straight: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def struck(directory: Path, victim: str, moment: str, step: int, *overrides: str) -> Run:
-    """Resumes the run in ``directory`` and strikes it; what is left must be gone within a minute of the blow."""
+    """Resumes the run in ``directory`` and strikes it; it ends within a minute of the blow, and half a minute later
+    no process of it is left."""
     blow, log = directory.parent / f"{victim}-{moment}", directory.parent / f"{victim}-{moment}.log"
     command = [sys.executable, sabotage.__file__, victim, moment, str(step), str(blow), "--", *SMALL, *SETTINGS]
     with log.open("w") as output:

@@ -58,6 +58,7 @@ def test_the_screen_shows_one_line_per_update(run: Run):
 def test_sampler_and_actor_agree_on_every_token(run: Run):
     """vLLM and FSDP2 compute the same log-probs from the same weights, in float32, after a weight sync too."""
     assert run.metrics[1]["rollout/logprob_gap_abs_max"] < 1e-4
+    assert run.metrics[1]["actor/unread_log_prob_frac"] == 0, "logits of sampled tokens alone"
     assert run.metrics[2]["rollout/logprob_gap_abs_max"] < 1e-4
 
 

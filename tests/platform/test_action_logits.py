@@ -115,14 +115,14 @@ def test_positions_are_those_that_predict_a_token_of_the_mask(whole: bool):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bucket", [0, 16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_numbers_and_gradients_are_upstream_s(tiny: nn.Module, packed: bool, bucket: int, temperature: float):
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.5, 1.0, 2.0])])
+def test_numbers_and_gradients_are_upstream_s(tiny: nn.Module, packed: bool, bucket: int, temperature: Any):
     masks = some_masks()
-    batch = batch_of(packed, masks, temperature=temperature)
+    batch = batch_of(packed, masks, temperature=temperature, calculate_sum_pi_squared=True)
     theirs, their_gradients = scored(bare_engine(UPSTREAM, tiny, bucket), batch.clone())
     ours, our_gradients = scored(bare_engine(OURS, tiny, bucket), batch.clone())
     at = expected_at(masks)
-    assert ours.keys() == theirs.keys() == {"log_probs", "entropy"}
+    assert ours.keys() == theirs.keys() == {"log_probs", "entropy", "sum_pi_squared"}
     for name, values in ours.items():
         torch.testing.assert_close(values[at], theirs[name][at], atol=2e-5, rtol=0)
         assert not values[~at].any() and theirs[name][~at].all()
@@ -146,6 +146,7 @@ def test_rows_without_a_sampled_token_have_zeros():
     nothing = [torch.zeros(length).long() for length in RESPONSES]
     found, gradients = scored(bare_engine(OURS, TokenModel()), batch_of(True, nothing))
     assert [len(values) for values in found.values()] == [sum(LENGTHS)] * 2
+    assert not any(values.any() for values in found.values())
     assert not any(gradient.any() for gradient in gradients.values())
 
 
@@ -165,7 +166,14 @@ def test_the_setting_reaches_the_engine_and_finds_the_output_layer(
         assert (made._only_at in model.lm_head._forward_pre_hooks.values()) is value
 
 
-@pytest.mark.parametrize("settings", [{VARIABLE: "0"}, {"use_fused_kernels": True}])
+def test_a_model_without_an_output_layer_is_an_error():
+    model = TokenModel()
+    model.get_output_embeddings = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(RuntimeError, match=r"TokenModel has no output layer.*agentopsd.action_logits=false"):
+        bare_engine(OURS, model)
+
+
+@pytest.mark.parametrize("settings", [{VARIABLE: "0"}, {"use_fused_kernels": True}, {"distillation_use_topk": True}])
 def test_upstream_s_way_where_it_must_or_shall_be(settings: dict[str, Any]):
     made = bare_engine(OURS, TokenModel())
     made._chooses = settings.pop(VARIABLE, "1") == "1"
@@ -182,8 +190,8 @@ def test_a_model_that_goes_around_its_output_layer_is_an_error():
         scored(bare_engine(OURS, Around()), batch_of(True, some_masks()))
 
 
-def on_a_rank(rank: int, port: int, bucket: int) -> None:
-    """Two ranks share every row, as with Ulysses; compares both engines."""
+def on_a_rank(rank: int, port: int, bucket: int, late: int) -> None:
+    """Two ranks share every row, as with Ulysses; compares both engines. ``late``: the first has no sampled token."""
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
@@ -191,7 +199,7 @@ def on_a_rank(rank: int, port: int, bucket: int) -> None:
     torch.manual_seed(0)
     model = TokenModel()
     model.config = object()  # type: ignore[assignment]
-    masks = some_masks()
+    masks = [torch.zeros(5).long(), torch.zeros(10).long(), torch.ones(3).long()] if late else some_masks()
     batch = batch_of(True, masks)
     theirs, their_gradients = scored(bare_engine(UPSTREAM, model, bucket, 2), batch.clone())
     model.seen.clear()
@@ -199,7 +207,7 @@ def on_a_rank(rank: int, port: int, bucket: int) -> None:
     at = expected_at(masks)
     counts = torch.tensor(model.seen)
     torch.distributed.all_reduce(counts)
-    assert counts.item() == at.sum()
+    assert counts.item() == at.sum() + late  # the output layer runs on every rank
     for name, values in ours.items():
         torch.testing.assert_close(values[at], theirs[name][at], atol=1e-5, rtol=0)
         assert not values[~at].any()
@@ -208,12 +216,12 @@ def on_a_rank(rank: int, port: int, bucket: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("bucket", [0, 16])
-def test_ranks_that_share_rows_put_their_parts_together(bucket: int):
+@pytest.mark.parametrize(("bucket", "late"), [(0, 0), (16, 0), (0, 1)])
+def test_ranks_that_share_rows_put_their_parts_together(bucket: int, late: int):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    commands = [[sys.executable, __file__, str(rank), str(port), str(bucket)] for rank in range(2)]
+    commands = [[sys.executable, __file__, str(rank), str(port), str(bucket), str(late)] for rank in range(2)]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(Path(bare.__file__).parents[1])}
     ranks = [subprocess.Popen(one, env=environment, **output) for one in commands]

@@ -53,7 +53,8 @@ def check_batch(
         if problem := _row_problem(episode, step):
             _refuse(episode, *problem, step, run_dir)
     sampled = [episode for episode in episodes if episode.facts["turns"]]
-    if sampled and all(torch.equal(episode.old_log_probs, episode.rollout_log_probs) for episode in sampled):
+    pairs = [(one.old_log_probs[one.action_mask], one.rollout_log_probs[one.action_mask]) for one in sampled]
+    if any(old.any() for old, _ in pairs) and all(torch.equal(old, sampler) for old, sampler in pairs):
         copied = (
             "every value equals the sampler's: the actor did not compute them, so teacher and student would come from "
             "different engines; set algorithm.rollout_correction.bypass_mode=false"

@@ -172,6 +172,19 @@ def rollout_metrics(
     return metrics
 
 
+def engine_metrics(old_log_probs: Sequence[ArrayLike], action_masks: Sequence[ArrayLike]) -> dict[str, float]:
+    """``actor/unread_log_prob_frac``: the share of the tokens that nobody sampled (observations) for which the engine
+    computed log-probs all the same; 0 with ``agentopsd.action_logits``, 1 without.
+
+    Args:
+        old_log_probs, action_masks: (T,) per episode.
+    """
+    _same_length(old_log_probs=old_log_probs, action_masks=action_masks)
+    others = [_array(row)[_array(mask) == 0] for row, mask in zip(old_log_probs, action_masks, strict=True)]
+    tokens = sum(map(len, others))
+    return {"actor/unread_log_prob_frac": sum(int(np.count_nonzero(row)) for row in others) / tokens} if tokens else {}
+
+
 def validation_metrics(records: Iterable[EpisodeRecord]) -> dict[str, float]:
     """``val/``: success over episodes with Wilson's 95 % interval, also per task type, and behaviour."""
     records = list(records)

@@ -34,6 +34,7 @@ FREE = (
     # which machine, how many helpers: they change no number
     *("ray_kwargs", "hardware", "transfer_queue", "actor_rollout_ref.rollout.agent.num_workers"),
     "agentopsd.max_logprob_gap",
+    "agentopsd.action_logits",  # moves the last digits, and is missing in what was run before there was such a switch
     *("env.workers", "env.max_concurrent_episodes", "env.reset_timeout", "env.step_timeout", "env.episode_timeout"),
     "data.env",  # a copy of env, which is compared itself
     *("env.episodes_per_worker", "env.worker_memory_mb", "env.max_error_share", "data.dataloader_num_workers"),

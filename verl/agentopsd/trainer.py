@@ -308,6 +308,9 @@ class AgentOPSDTrainer(DurableTrainer):
                 facts, [episode.group for episode in episodes], advantages, [episode.reward for episode in episodes]
             ),
             **step_metrics.env_metrics(facts),
+            **step_metrics.engine_metrics(
+                [episode.old_log_probs for episode in episodes], [episode.action_mask for episode in episodes]
+            ),
             **step_metrics.rollout_metrics(
                 facts,
                 [e.rollout_log_probs[e.action_mask] for e in episodes],

@@ -21,7 +21,8 @@ from verl.agentopsd.doctor.shapes import ModelShape
 
 FLOAT32, BFLOAT16 = 4, 2
 LOGIT_BYTES = 8
-"""Per token and vocabulary entry: bf16 logits, a float32 copy for the softmax, a bf16 gradient."""
+"""Per token and vocabulary entry: bf16 logits, a float32 copy for the softmax, a bf16 gradient. Counted for every token
+of a row: an upper bound where the engine makes logits of sampled tokens alone (``agentopsd.action_logits``)."""
 USABLE = 0.92
 """Share of a GPU's memory that is left to plan with: the CUDA context, NCCL buffers and fragmentation take the rest."""
 

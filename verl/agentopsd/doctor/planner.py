@@ -176,7 +176,11 @@ def check(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], made: P
         "raise hardware.sequence_parallel, set actor_rollout_ref.model.use_fused_kernels=true (no logits kept), "
         "hardware.optimizer_offload=true, or use more GPUs"
     )
-    if largest < needed:
+    of_sampled = config.agentopsd.action_logits is True and "fsdp" in str(config.actor_rollout_ref.actor.strategy)
+    if largest < needed and of_sampled and made.memory.training - made.memory.logits <= usable:
+        may = "if every token were sampled; agentopsd.action_logits makes the sampled ones' alone, so that it may fit"
+        findings.append(warning("memory", f"{arithmetic} {may}. If it does not: {remedies}"))
+    elif largest < needed:
         findings.append(
             error("memory", f"{arithmetic}; the largest micro-batch that fits has {max(0, largest)} tokens: {remedies}")
         )

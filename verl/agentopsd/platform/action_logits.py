@@ -2,8 +2,8 @@
 
 verl's engine multiplies every hidden state with the output matrix: (tokens × vocabulary) numbers, most of them at
 prompts and observations, whose log-probs nothing reads. Here the hidden states that predict a token of the loss mask go
-through the output layer, and every other log-prob and entropy is 0. What is computed at a position is upstream's code,
-which is given these positions as one short row.
+through the output layer, and every other log-prob and entropy is 0. What is computed at a position is upstream's code
+for packed rows, which is given these positions as one short row.
 
 Installed in every process by the ``verl.plugins`` entry point; the engine is registered when upstream's is.
 ``agentopsd.action_logits=false`` leaves upstream's.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 VARIABLE = "AGENTOPSD_ACTION_LOGITS"
 BACKENDS = ("fsdp", "fsdp2")
+LEAVE_IT = "With agentopsd.action_logits=false the engine makes logits of every token, as verl does"
 Jagged = Any
 """A nested tensor, whose methods torch's types do not have."""
 
@@ -90,7 +91,10 @@ def engine_class(upstream: Any) -> Any:
             """Whether to choose; once, when the module is built."""
             self._only_at, self._one_row, self._chooses = OnlyAt(), False, chooses
             if chooses:
-                self.module.get_output_embeddings().register_forward_pre_hook(self._only_at)
+                layer = self.module.get_output_embeddings()
+                if layer is None:
+                    raise RuntimeError(f"{type(self.module).__name__} has no output layer to be found. {LEAVE_IT}")
+                layer.register_forward_pre_hook(self._only_at)
 
         def _applies(self, micro_batch: TensorDict) -> bool:
             """Not where upstream never has logits, or looks at those of every token."""
@@ -116,7 +120,7 @@ def engine_class(upstream: Any) -> Any:
             chosen = kept.nonzero()[:, 0]
             if not len(chosen):  # a rank's part of a row may be all observation; the layer runs on every rank
                 chosen = kept.new_zeros(1, dtype=torch.int64)
-            arguments["chosen"] = chosen
+            arguments |= {"chosen": chosen, "wanted": kept[chosen]}
             self._only_at.positions = places[chosen] if padded else chosen
             return inputs, arguments
 
@@ -137,7 +141,7 @@ def engine_class(upstream: Any) -> Any:
             if output.logits.shape[:2] != (1, len(chosen)):
                 raise RuntimeError(
                     f"the model's logits are {tuple(output.logits.shape)}, not those of {len(chosen)} tokens: it does "
-                    "not call its output layer as expected. Set agentopsd.action_logits=false"
+                    f"not call its output layer as expected. {LEAVE_IT}"
                 )
             row = {
                 **{key: output_args[key][chosen] for key in ("input_ids_rmpad_rolled", "temperature_rmpad")},
@@ -151,7 +155,8 @@ def engine_class(upstream: Any) -> Any:
                 self._one_row = False
             result = {}
             for name, values in found.items():
-                everywhere = values.values().new_zeros(len(labels)).index_copy(0, chosen, values.values())
+                wanted = values.values() * output_args["wanted"]
+                everywhere = wanted.new_zeros(len(labels)).index_copy(0, chosen, wanted)
                 everywhere = self._gather_and_unpad_packed(everywhere, output_args.get("pad_size", 0))
                 result[name] = torch.nested.nested_tensor_from_jagged(everywhere, ids.offsets())
             return result

@@ -22,15 +22,16 @@ GRACE_SECONDS = 5.0
 def watch_over(processes: Sequence[int]) -> subprocess.Popen[bytes] | None:
     """Starts a process that waits until this one has ended, however it does, and then ends ``processes``.
 
-    Does nothing where the kernel has no descriptors of processes (Linux before 5.3, macOS).
+    Does nothing where the kernel has no descriptors of processes or hides them (Linux before 5.3, macOS, some
+    containers): then Ray's agents stay for their minute.
 
     Args:
         processes: their ids.
     """
-    if not hasattr(os, "pidfd_open"):
-        return None
     descriptors: list[int] = []
     try:
+        if not hasattr(os, "pidfd_open"):
+            return None
         for number in (os.getpid(), *processes):
             with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
                 descriptors.append(os.pidfd_open(number))  # stands for this very process, unlike its id
@@ -42,17 +43,27 @@ def watch_over(processes: Sequence[int]) -> subprocess.Popen[bytes] | None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # who ends the driver's group or terminal must not end this one
         )
+    except OSError:
+        return None
     finally:
         for one in descriptors:
             os.close(one)
 
 
+def ended_of(processes: Sequence[int], seconds: float | None) -> list[int]:
+    """Those that have ended, as soon as one has."""
+    poll = select.poll()
+    for one in processes:
+        poll.register(one, select.POLLIN)
+    return [one for one, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+
+
 def main(arguments: Sequence[str]) -> None:
     driver, *processes = map(int, arguments)
-    select.select([driver], [], [])
+    ended_of([driver], None)
     deadline = time.monotonic() + GRACE_SECONDS
     while processes and (left := deadline - time.monotonic()) > 0:
-        ended, _, _ = select.select(processes, [], [], left)
+        ended = ended_of(processes, left)
         processes = [one for one in processes if one not in ended]
     for one in processes:
         with contextlib.suppress(ProcessLookupError):
