@@ -178,10 +178,10 @@ def soak(run_dir: Path, plan: Plan, minutes: float, rate: float, every: float) -
             while process.poll() is None:
                 time.sleep(every)
                 done = updates_of(run_dir)
-                if done > resumed:
-                    memory.sample(root, time.monotonic())
                 if last or struck:
                     continue
+                if done > resumed:
+                    memory.sample(root, time.monotonic())
                 if done >= plan.updates or time.monotonic() > over:
                     last = ORDERLY
                     process.send_signal(signal.SIGTERM)

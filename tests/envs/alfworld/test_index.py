@@ -77,7 +77,7 @@ def test_a_file_of_equal_size_with_another_time_is_read_again(data, monkeypatch)
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"version": 0}', '{"version": 1}', "[]"])
+@pytest.mark.parametrize("content", ["", "{", '{"version": 0}', '{"version": 2}', "[]"])
 def test_a_damaged_cache_is_read_around_and_replaced(data, monkeypatch, content):
     expected = found(data)
     file = index_file(data / "json_2.1.1", "train")
@@ -85,6 +85,21 @@ def test_a_damaged_cache_is_read_around_and_replaced(data, monkeypatch, content)
     assert found(data) == expected
     seen = reads(monkeypatch)
     assert found(data) == expected and seen == []
+
+
+def test_columns_of_unequal_length_are_a_damaged_cache(data):
+    expected = found(data)
+    file = index_file(data / "json_2.1.1", "train")
+    for column in ("games", "types", "paths"):
+        content = json.loads(file.read_text())
+        content[column].pop()
+        file.write_text(json.dumps(content))
+        assert found(data) == expected
+    for column in ("path", "time", "size"):
+        content = json.loads(file.read_text())
+        content["stamps"][column].pop()
+        file.write_text(json.dumps(content))
+        assert found(data) == expected
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_nothing_but_time(data, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from verl.agentopsd.envs.base import Message
 
 _PLACEHOLDERS = ("@first@", "@second@", "@third@", "@fourth@")
 _SAMPLE_TEXTS = ("Play the game.", "You see a desk 1.", "go to desk 1", "On the desk 1, you see a mug 2.")
-_CACHED_TEXTS = 8192
+_CACHED_TEXTS = 2048
 
 
 class ChatFormatError(ValueError):

@@ -11,14 +11,26 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from verl.agentopsd.envs.base import Task
 
-VERSION = 1
-Stamps = dict[str, list[int]]
-"""Path below the split -> [modification time in ns, size] of a file, [modification time in ns] of a folder."""
+VERSION = 2
+
+
+class Stamps(TypedDict):
+    """Columns: path below the split, modification time in ns, size in bytes (-1 of a folder).
+
+    Three long lists and not a short one per file: ten thousand of those keep Python's garbage collector busy for three
+    times as long as the files take to be looked at.
+    """
+
+    path: list[str]
+    time: list[int]
+    size: list[int]
 
 
 def cached(
@@ -33,11 +45,17 @@ def cached(
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stored = json.loads(file.read_text(encoding="utf-8"))
         if stored["version"] == VERSION and unchanged(root / split, stored["stamps"]):
-            return [Task(game, split, kind, path) for game, kind, path in stored["games"]]
+            columns = zip(stored["games"], stored["types"], stored["paths"], strict=True)
+            return [Task(game, split, task_type, path) for game, task_type, path in columns]
     stamps = stamps_of(root / split, files_of)  # before reading: a change in between leaves a stamp that is too old
     tasks = read()
-    games = [[task.game_id, task.task_type, task.path] for task in tasks]
-    content = {"version": VERSION, "stamps": stamps, "games": games}
+    content = {
+        "version": VERSION,
+        "stamps": stamps,
+        "games": [task.game_id for task in tasks],
+        "types": [task.task_type for task in tasks],
+        "paths": [task.path for task in tasks],
+    }
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.part")
@@ -55,33 +73,40 @@ def index_file(root: Path, split: str) -> Path:
 
 def stamps_of(folder: Path, files_of: Callable[[str], tuple[str, ...]]) -> Stamps:
     """The stamps of a split's folder, of the folders two levels below it and of the files that are read in them."""
-    stamps: Stamps = {"": [os.stat(folder).st_mtime_ns]}
+    stamps = Stamps(path=[], time=[], size=[])
+
+    def stamp(name: str) -> None:
+        found = os.stat(os.path.join(folder, name))
+        stamps["path"].append(name)
+        stamps["time"].append(found.st_mtime_ns)
+        stamps["size"].append(-1 if stat.S_ISDIR(found.st_mode) else found.st_size)
+
+    stamp("")
     with os.scandir(folder) as kinds:
         for kind in kinds:
             if not kind.is_dir():
                 continue
-            stamps[kind.name] = [os.stat(kind.path).st_mtime_ns]
+            stamp(kind.name)
             with os.scandir(kind.path) as trials:
                 for trial in trials:
                     if not trial.is_dir():
                         continue
                     name = f"{kind.name}/{trial.name}"
-                    stamps[name] = [os.stat(trial.path).st_mtime_ns]
+                    stamp(name)
                     for file in files_of(kind.name):
                         with contextlib.suppress(FileNotFoundError):
-                            found = os.stat(os.path.join(trial.path, file))
-                            stamps[f"{name}/{file}"] = [found.st_mtime_ns, found.st_size]
+                            stamp(f"{name}/{file}")
     return stamps
 
 
 def unchanged(folder: Path, stamps: Stamps) -> bool:
     """Whether everything has the stamp it had; what was not there is noticed by the stamp of its folder."""
-    base = str(folder)
-    for name, stamp in stamps.items():
+    base = f"{folder}/"
+    for name, time, size in zip(stamps["path"], stamps["time"], stamps["size"], strict=True):
         try:
-            found = os.stat(os.path.join(base, name))
+            found = os.stat(base + name)
         except OSError:
             return False
-        if found.st_mtime_ns != stamp[0] or (len(stamp) > 1 and found.st_size != stamp[1]):
+        if found.st_mtime_ns != time or (size >= 0 and found.st_size != size):
             return False
     return True
