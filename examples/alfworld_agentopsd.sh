@@ -11,6 +11,8 @@
 # (python -m verl.agentopsd.doctor) looks at versions, GPUs, games, lengths and memory before anything is started.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/lib.sh
+source "$root/scripts/lib.sh"
 
 # The method (arXiv 2608.05987, table of hyper-parameters).
 method=(
@@ -70,16 +72,21 @@ tiny=(                                       # without one: the shipped model of
 )
 tiny_kl=(actor_rollout_ref.actor.use_kl_loss=false)
 
-device=cpu machine=()
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    device=gpu machine=("hardware.gpus_per_node=$(nvidia-smi -L | wc -l)")
-fi
+gpus=$(count_gpus)
+device=cpu machine=() preset="" named="" rehearsal=""
+if ((gpus > 0)); then device=gpu machine=("hardware.gpus_per_node=$gpus"); fi
 for argument in "$@"; do
     case "$argument" in
-        device=cpu) device=cpu machine=() ;;
-        device=gpu) device=gpu ;;
+        device=cpu) device=cpu machine=() named=1 ;;
+        device=gpu) device=gpu named=1 ;;
+        model=*) preset=${argument#model=} ;;
+        --dry-run) rehearsal=1 ;;
     esac
 done
+if [[ $device == cpu && -z $named && $preset == qwen* ]]; then
+    [[ -n $rehearsal || -n ${RAY_ADDRESS:-} ]] || die "model=$preset needs GPUs and this machine shows none (nvidia-smi -L, CUDA_VISIBLE_DEVICES); --dry-run rehearses it, RAY_ADDRESS names a cluster with some, model=tiny trains on the CPU"
+    device=gpu
+fi
 if [[ $device == gpu ]]; then model=("${paper[@]}") kl=("${paper_kl[@]}"); else model=("${tiny[@]}") kl=("${tiny_kl[@]}"); fi
 
 # A preset or a method that is named brings its own values instead of those above.
@@ -91,8 +98,6 @@ for argument in "$@"; do
     esac
 done
 
-# shellcheck source=scripts/lib.sh
-source "$root/scripts/lib.sh"
 use_agentopsd
 exec "$PYTHON" -m verl.agentopsd.main "${model[@]}" "${machine[@]}" "${method[@]}" "${rollout[@]}" "${update[@]}" \
     "${kl[@]}" "$@"

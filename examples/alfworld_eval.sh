@@ -12,15 +12,12 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# One server per GPU; without one, a server on the CPU.
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    gpus=$(nvidia-smi -L | wc -l)
-    machine=(device=gpu "trainer.n_gpus_per_node=$gpus")
-else
-    machine=(device=cpu)
-fi
-
 # shellcheck source=scripts/lib.sh
 source "$root/scripts/lib.sh"
+
+# One server per GPU; without one, a server on the CPU.
+gpus=$(count_gpus)
+if ((gpus > 0)); then machine=(device=gpu "trainer.n_gpus_per_node=$gpus"); else machine=(device=cpu); fi
+
 use_agentopsd
 exec "$PYTHON" -m verl.agentopsd.evaluate "${machine[@]}" "$@"

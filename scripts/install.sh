@@ -343,7 +343,7 @@ if ((textworld)) && ! done_already textworld; then
   stamp textworld
 fi
 if ((flash)) && ! done_already flash; then
-  command -v nvcc >/dev/null 2>&1 || die "--flash-attn compiles with nvcc, which is not on PATH; install the CUDA toolkit or leave --flash-attn out (attention then runs as sdpa)."
+  command -v nvcc >/dev/null 2>&1 || die "--flash-attn compiles with nvcc, which is not on PATH; install the CUDA toolkit or leave --flash-attn out (attention then runs as sdpa, which is slower, and GPUs cannot share a row: hardware.sequence_parallel=1)."
   step "flash-attn $FLASH_ATTN (compiles, up to an hour)" pip_install "flash-attn==$FLASH_ATTN"
   stamp flash
 fi

@@ -146,6 +146,29 @@ def test_a_named_device_brings_the_model_for_it(checkout: Path, gpus: int, devic
     assert values(overrides(checkout)) == values([f"model={model}", f"device={device}"])
 
 
+@pytest.mark.parametrize(("visible", "count"), [("3,5", 2), ("GPU-ab", 1), ("", 0), ("-1", 0)])
+def test_only_visible_gpus_count(checkout: Path, visible: str, count: int):
+    with_gpus(checkout, 8)
+    run(checkout, "alfworld_agentopsd.sh", CUDA_VISIBLE_DEVICES=visible)
+    expected = [f"hardware.gpus_per_node={count}", "device=gpu"] if count else ["device=cpu"]
+    assert set(expected) <= set(overrides(checkout))
+
+
+def test_parts_of_a_gpu_are_not_counted_as_gpus(checkout: Path):
+    program(checkout / "bin" / "nvidia-smi", "echo 'GPU 0: H100'; echo '  MIG 3g.40gb Device 0: (UUID: MIG-1)'")
+    run(checkout, "alfworld_agentopsd.sh")
+    assert "hardware.gpus_per_node=1" in overrides(checkout)
+
+
+def test_a_preset_for_gpus_is_rehearsed_without_one_and_not_started(checkout: Path):
+    done = run(checkout, "alfworld_agentopsd.sh", "model=qwen2.5_7b")
+    assert done.returncode == 1 and "model=qwen2.5_7b needs GPUs and this machine shows none" in done.stderr
+    assert calls(checkout) == []
+    assert run(checkout, "alfworld_agentopsd.sh", "--dry-run", "model=qwen2.5_7b").returncode == 0
+    (call,) = calls(checkout)
+    assert values([one for one in call[2:] if one != "--dry-run"]) == values(["model=qwen2.5_7b", "device=gpu"])
+
+
 def test_the_one_gpu_preset_stays_at_one(checkout: Path):
     with_gpus(checkout, 8)
     run(checkout, "alfworld_agentopsd.sh", "model=qwen2.5_1.5b_1gpu")
@@ -284,7 +307,7 @@ def test_slurm_starts_the_head_then_workers_then_the_run_and_stops_all(slurm: Pa
     assert lines[0] == "ray get-auth-token --generate"
     assert lines[1].startswith("ray start --head --node-ip-address=10.0.0.1 --port=6379 --num-gpus=8")
     assert lines[2].startswith("ray start --address=10.0.0.1:6379 --num-gpus=8")
-    assert lines[3].startswith("run -m verl.agentopsd.main device=cpu")
+    assert lines[3].startswith("run -m verl.agentopsd.main device=gpu")
     assert lines[3].endswith("trainer.nnodes=2 hardware.gpus_per_node=8 model=qwen2.5_7b trainer.experiment_name=a=b c")
     assert sorted(lines[4:]) == ["head ended", "worker ended"]
     assert "2 nodes joined" in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from verl.agentopsd import config as config_module
 from verl.agentopsd.config import TINY_MODEL, ConfigError, data_parallel_size, dynamic_row_limit
 from verl.agentopsd.doctor import resources
 from verl.agentopsd.doctor.examine import examine
@@ -121,6 +122,14 @@ def test_ranks_that_share_a_row_are_one_data_parallel_rank(backend: str, ranks: 
             ["model=qwen2.5_3b", "device=gpu", "hardware.rollout_tensor_parallel=3"],
             r"tensor_model_parallel_size=3 does not divide the 8 GPUs of the run \(trainer.nnodes 1 ×",
         ),
+        (
+            ["model=qwen2.5_7b", "device=gpu", "actor_rollout_ref.model.override_config.attn_implementation=sdpa"],
+            r"ulysses_sequence_parallel_size=2 needs flash-attn, and attention here is sdpa: install it .*=1$",
+        ),
+        (
+            ["model=tiny", "device=cpu", "trainer.n_gpus_per_node=2", "hardware.sequence_parallel=2"],
+            "ulysses_sequence_parallel_size=2 needs flash-attn, and attention here is sdpa",
+        ),
         (["trainer.v1.trainer_mode=separate_async"], "separate_async is refused: .* weights that sampled it"),
         (["trainer.v1.trainer_mode=colocate_async"], "colocate_async is refused: .* several weights"),
         (["trainer.v1.trainer_mode=one_step_off"], "trainer_mode=one_step_off: unknown; leave it at agentopsd"),
@@ -154,3 +163,32 @@ def test_quotes_and_lists_are_left_alone():
         assert quoted(override) == override
     both = compose_config(["trainer.logger=[console,tensorboard]"])
     assert OmegaConf.to_container(both.trainer.logger) == ["console", "tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "cpu_set", "kernel"),
+    [
+        ({"vllm", "flash_attn"}, False, "flash_attention_2"),
+        ({"vllm"}, False, "sdpa"),
+        ({"vllm"}, True, "flash_attention_2"),  # the CPU set: a run for GPUs is rehearsed here and starts elsewhere
+    ],
+)
+def test_attention_is_what_the_gpu_set_has(modules: set[str], cpu_set: bool, kernel: str, monkeypatch):
+    monkeypatch.setattr(config_module, "find_spec", lambda name: True if name in modules else None)
+    monkeypatch.setattr(config_module, "_has_cpu_set", lambda: cpu_set)
+    made = compose_config(["model=qwen2.5_1.5b_1gpu", "device=gpu"])
+    assert made.actor_rollout_ref.model.override_config.attn_implementation == kernel
+
+
+def test_what_presets_for_gpus_share():
+    lora = compose_config(["model=qwen3.5_4b_lora", "device=gpu"]).actor_rollout_ref.model
+    assert lora.exclude_modules == ".*visual.*", "the games have no pictures"
+    one = compose_config(["model=qwen2.5_1.5b_1gpu", "device=gpu"])
+    eight = compose_config(["model=qwen2.5_7b", "device=gpu"])
+    units = [config.transfer_queue.backend.SimpleStorage.num_data_storage_units for config in (one, eight)]
+    assert units == [1, 8], "one CPU of Ray's each: an 8-core node with one GPU has room"
+    sglang = compose_config(["model=qwen2.5_7b", "rollout_engine=sglang", "device=gpu"]).actor_rollout_ref.rollout
+    assert sglang.engine_kwargs.sglang == {"enable_deterministic_inference": True, "attention_backend": "triton"}
+    megatron = compose_config(["model=qwen2.5_7b", "backend=megatron", "device=gpu"]).actor_rollout_ref
+    recompute = megatron.actor.megatron.override_transformer_config
+    assert (recompute.recompute_granularity, recompute.recompute_num_layers) == ("full", 1)

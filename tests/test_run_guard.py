@@ -163,9 +163,15 @@ def test_a_checkpoint_of_another_model_size_is_refused(run_dir: Path):
     assert f"{expected}: give its model, or another run_dir" in str(error.value)
 
 
-def test_another_number_of_ranks_is_refused(run_dir: Path):
-    with pytest.raises(ConfigChanged, match="was written by 1 ranks and this run has 2 .*one shard per rank"):
+def test_another_number_of_ranks_is_refused_where_the_shards_cannot_be_cut_anew(run_dir: Path):
+    actor = run_dir / "checkpoints" / "global_step_4" / "actor"
+    (actor / "fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 1}')
+    with pytest.raises(ConfigChanged, match=r"was written by 1 ranks and this run has 2 .*only shards of FSDP2"):
         run_guard.check_checkpoint(config(run_dir, "trainer.n_gpus_per_node=2"))
+    (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    two = config(run_dir, "trainer.n_gpus_per_node=2")
+    run_guard.check_checkpoint(two)
+    run_guard.check_unchanged(two)
 
 
 class Evil:

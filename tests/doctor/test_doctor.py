@@ -14,13 +14,14 @@ from rich.console import Console
 
 from verl.agentopsd import main as command
 from verl.agentopsd.doctor import __main__ as doctor
-from verl.agentopsd.doctor import batch, planner, resources, tokenizer, versions
+from verl.agentopsd.doctor import batch, games, planner, resources, tokenizer, versions
 from verl.agentopsd.doctor import report as output
 from verl.agentopsd.doctor.examine import Report, examine
 from verl.agentopsd.doctor.finding import Finding, Level, guarded, ok, warning
 from verl.agentopsd.doctor.gpus import GIB
 from verl.agentopsd.doctor.resources import Gpu, Needs, cluster_problem
 from verl.agentopsd.doctor.shapes import KNOWN
+from verl.agentopsd.envs.alfworld.game import GameFileError
 from verl.agentopsd.main import compose_config, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,10 +216,23 @@ def test_gpus_of_this_machine(monkeypatch):
 
 
 def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 12'\n")
+    lines = [f"echo 'GPU-{letter}{letter}, NVIDIA H100 80GB HBM3, {81559 + n}, 12'" for n, letter in enumerate("abc")]
+    (tmp_path / "nvidia-smi").write_text("\n".join(["#!/bin/sh", *lines]))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert resources.gpus() == [Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 12 * 2**20)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    three = [Gpu("NVIDIA H100 80GB HBM3", (81559 + n) * 2**20, 12 * 2**20) for n in range(3)]
+    assert resources.gpus() == three
+    for visible, expected in [
+        ("2,0", [2, 0]),
+        ("GPU-bb", [1]),
+        ("GPU-c,1", [2, 1]),
+        ("", []),
+        ("-1", []),
+        ("1,7,0", [1]),
+    ]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert resources.gpus() == [three[n] for n in expected], visible
 
 
 def test_several_nodes_need_a_cluster(monkeypatch):
@@ -328,7 +342,10 @@ def test_the_largest_matrix_must_fit_the_weight_sync():
     config = prepared("model=smollm2_135m", "device=cpu")
     assert planner.weight_bucket(config, shape)[0].level is Level.OK
     seven = planner.weight_bucket(prepared("model=qwen2.5_7b", "device=gpu"), KNOWN["Qwen/Qwen2.5-7B-Instruct"])
-    assert seven[0].level is Level.OK and "1040 MiB" in seven[0].text
+    # 152,064 × 3,584 × 4 bytes: FSDP sends float32; through CUDA a matrix larger than a bucket goes by itself
+    assert (
+        seven[0].level is Level.OK and "= 2079 MiB, larger than a bucket of 2048 MiB: sent by itself" in seven[0].text
+    )
 
 
 def test_a_teacher_with_weights_of_its_own_costs_memory_and_time():
@@ -356,6 +373,65 @@ def test_the_device_comes_from_nvidia_smi_or_is_said_to_be_assumed():
     assert planner.choose_device(prepared("model=qwen2.5_3b", "device=gpu"), [H100])[1] == "nvidia-smi"
     device, origin = planner.choose_device(prepared("model=qwen2.5_3b", "device=gpu"), [])
     assert device.name == "H100-80GB" and origin.startswith("assumed, no GPU here")
+    small, origin = planner.choose_device(prepared("model=qwen2.5_3b", "device=gpu"), [Gpu("NVIDIA L4", 23 * GIB, 0)])
+    assert small.memory == 23 * GIB and small.name == "NVIDIA L4" and "speeds of H100-80GB" in origin
+
+
+def on_a_gpu_set(monkeypatch, *modules: str) -> None:
+    """As if this machine had the GPU set, with those modules beside it."""
+    monkeypatch.setattr(versions, "rehearsing", lambda: False)
+    monkeypatch.setattr(versions, "find_spec", lambda name: True if name in modules else None)
+
+
+def test_the_attention_that_a_run_will_have_is_said(monkeypatch):
+    flash = prepared("model=qwen2.5_3b", "device=gpu")
+    sdpa = prepared(
+        *("model=qwen2.5_1.5b_1gpu", "device=gpu"),
+        "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    )
+    assert versions._attention(flash).level is Level.UNCHECKED
+    on_a_gpu_set(monkeypatch, "flash_attn")
+    assert versions._attention(flash) == ok("attention", "flash_attention_2")
+    on_a_gpu_set(monkeypatch)
+    missing = versions._attention(flash)
+    assert (
+        missing.level is Level.ERROR
+        and "attn_implementation=flash_attention_2, but flash-attn is not installed: " in (missing.text)
+    )
+    slow = versions._attention(sdpa)
+    assert slow.level is Level.WARNING and "training runs with sdpa: slower" in slow.text
+
+
+def test_what_megatron_needs_is_looked_for(monkeypatch):
+    assert versions._megatron().level is Level.UNCHECKED
+    on_a_gpu_set(monkeypatch, "megatron.core", "transformer_engine")
+    missing = versions._megatron()
+    assert missing.level is Level.ERROR and missing.text.startswith(
+        "backend=megatron needs megatron-bridge, not installed"
+    )
+    on_a_gpu_set(monkeypatch, "megatron.core", "megatron.bridge", "transformer_engine")
+    assert versions._megatron().level is Level.OK
+
+
+def test_megatrons_memory_is_not_planned_as_fsdps(alfworld_data: Path):
+    config = small(alfworld_data, "model=qwen2.5_7b", "device=gpu", "backend=megatron")
+    shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+    (only,) = planner.check(config, shape, [], planner.plan(config, shape, [], None))
+    assert only.level is Level.UNCHECKED and "Megatron keeps whole bf16 weights" in only.text
+
+
+def test_games_of_the_old_wording_are_not_called_in_order(alfworld_data: Path, tmp_path: Path):
+    """The games are opened, not counted."""
+    source = next((alfworld_data / "json_2.1.1" / "valid_seen").glob("pick_and_place_simple-*/*/game.tw-pddl"))
+    folder = tmp_path / source.relative_to(alfworld_data).parent
+    folder.mkdir(parents=True)
+    game = json.loads(source.read_text())
+    game["grammar"] = game["grammar"].replace('template :: "move {o} to {r}"', 'template :: "put {o} in/on {r}"')
+    (folder / source.name).write_text(json.dumps(game))
+    few = ["env.check_counts=false", "data.val_files=valid_seen", "data.train_batch_size=1"]
+    config = small(tmp_path, "model=tiny", "device=cpu", "actor_rollout_ref.actor.ppo_mini_batch_size=1", *few)
+    with pytest.raises(GameFileError, match='old "put X in/on Y" wording'):
+        games.load(config)
 
 
 def test_it_takes_seconds_and_starts_nothing(alfworld_data: Path):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import sabotage
 import torch
-from stack import SMALL, Run, environment, left_behind
+from stack import SMALL, Run, environment, left_behind, texts
 
 from verl.agentopsd.checkpoints import latest_step
 from verl.agentopsd.evaluation.records import read_records
@@ -203,6 +203,30 @@ def comparable_metrics(run: Run) -> dict[int, dict[str, float]]:
         step: {name: value for name, value in data.items() if not name.startswith(left_out)}
         for step, data in run.metrics.items()
     }
+
+
+def test_a_run_goes_on_with_two_ranks_and_then_with_one_again(straight: Run, train: Callable[..., Run], tmp_path: Path):
+    """Two ranks play and learn update 2 as one does, to the rounding of sums in another order; of Adam's second step,
+    whose size is about the learning rate, 2 % and less."""
+    directory = tmp_path / "out"
+    shutil.copytree(straight.directory, directory)
+    shutil.rmtree(directory / "checkpoints" / "global_step_2")
+    (directory / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    before = digest(directory / "checkpoints" / "global_step_1")
+    settings = [*SETTINGS, "trainer.save_freq=1"]
+    two = train(*settings, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", directory=directory)
+    assert two.returncode == 0, two.output[-4000:]
+    assert digest(directory / "checkpoints" / "global_step_1") == before
+    assert not (directory / "checkpoints" / ".resharded").exists()
+    assert texts(two.rollouts(2)) == texts(straight.rollouts(2))
+    ours, theirs, start = two.checkpoint(2), straight.checkpoint(2), straight.checkpoint(1)
+    moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
+    apart = max(float((theirs[name] - ours[name]).abs().max()) for name in theirs)
+    print(f"moved {moved:.2e}, apart {apart:.2e}")
+    assert apart < 0.02 * moved
+    one = train(*settings, "trainer.total_training_steps=3", directory=directory)
+    assert one.returncode == 0, one.output[-4000:]
+    assert list(one.metrics) == [1, 2, 3] and latest_step(directory / "checkpoints") == 3
 
 
 def test_two_runs_in_one_directory_are_refused_and_so_is_a_changed_config(straight: Run, train: Callable[..., Run]):

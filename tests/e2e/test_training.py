@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain import turn_log_probs
-from stack import Run, interrupt_when, left_behind
+from stack import Run, interrupt_when, left_behind, texts
 
 from verl.agentopsd.config import TINY_MODEL
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
@@ -158,10 +158,6 @@ def test_validation_plays_every_game_once_without_a_skill(run: Run, alfworld_dat
         for record in file.episodes:
             assert_skill_free(record.messages, bank)
     assert run.metrics[2]["val/success_rate"] == sum(record.won for record in file.episodes) / 6
-
-
-def texts(records: list[EpisodeRecord]) -> list[list[str]]:
-    return [[turn.text for turn in record.turns] for record in records]
 
 
 def test_lambda_0_trains_exactly_like_grpo(train: Callable[..., Run], run: Run):

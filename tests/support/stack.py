@@ -53,12 +53,15 @@ class Run:
         return read_records(self.directory / "rollouts" / f"{step:06d}.jsonl").episodes
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """Parameters of rank 0."""
-        import torch
+        """Parameters, put together from all ranks."""
+        from verl.agentopsd.evaluation.checkpoint_merge import read_shards
 
-        folder = self.directory / "checkpoints" / f"global_step_{step}" / "actor"
-        state = torch.load(next(folder.glob("model_world_size_*_rank_0.pt")), weights_only=False)
-        return {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+        return dict(read_shards(self.directory / "checkpoints" / f"global_step_{step}" / "actor"))
+
+
+def texts(records: list[EpisodeRecord]) -> list[list[str]]:
+    """What the model answered, turn by turn."""
+    return [[turn.text for turn in record.turns] for record in records]
 
 
 def command(directory: Path, *overrides: str) -> list[str]:

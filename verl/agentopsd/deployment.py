@@ -16,7 +16,7 @@ ASYNCHRONOUS = {
 
 def problems(config: DictConfig) -> list[str]:
     """One line per combination that cannot work; empty when all is well."""
-    checks = [_mode(config), _separate_rollout(config), _without_gpu(config), _ranks(config)]
+    checks = [_mode(config), _separate_rollout(config), _without_gpu(config), _ranks(config), _shared_rows(config)]
     return [*(problem for problem in checks if problem), *trackers.problems(config)]
 
 
@@ -85,3 +85,22 @@ def _ranks(config: DictConfig) -> str | None:
             "change one of them"
         )
     return None
+
+
+def _shared_rows(config: DictConfig) -> str | None:
+    """Ulysses exchanges heads between ranks inside verl's flash-attention call; other kernels would see a part of a row
+    and nobody would notice."""
+    actor, kernel = config.actor_rollout_ref.actor, attention_kernel(config)
+    if actor.strategy == "megatron" or int(actor.ulysses_sequence_parallel_size) == 1 or "flash" in kernel:
+        return None
+    return (
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} needs "
+        f"flash-attn, and attention here is {kernel}: install it (bash scripts/install.sh --gpu --flash-attn), or set "
+        "hardware.sequence_parallel=1"
+    )
+
+
+def attention_kernel(config: DictConfig) -> str:
+    """What verl's FSDP engine asks transformers for."""
+    overrides = config.actor_rollout_ref.model.get("override_config") or {}
+    return str(overrides.get("attn_implementation", "flash_attention_2"))

@@ -27,6 +27,7 @@ from verl.agentopsd.checkpoints import (
     step_folder,
 )
 from verl.agentopsd.liveness import Liveness
+from verl.agentopsd.reshard import resharded
 from verl.agentopsd.run_guard import drop_later, resumed_checkpoint
 from verl.agentopsd.run_log import RunLog
 from verl.agentopsd.termination import Stopped, Termination
@@ -136,7 +137,8 @@ class DurableTrainer(PPOTrainerSync):
         torch.save(state["data"], step_folder(folder, self.global_steps) / "data.pt")
 
     def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
+        with self._for_these_ranks():
+            super()._load_checkpoint()
         drop_later(self.run_dir, self.global_steps)
         if self.global_steps == 0:
             return
@@ -145,6 +147,21 @@ class DurableTrainer(PPOTrainerSync):
         state = run_state(folder) if folder is not None else None
         if state is not None:
             restore_random_state(state["random"])
+
+    @contextlib.contextmanager
+    def _for_these_ranks(self) -> Iterator[None]:
+        """Meanwhile upstream finds a checkpoint of as many ranks as this run has."""
+        settings, checkpoint = self.config.trainer, resumed_checkpoint(self.config)
+        if checkpoint is None:
+            yield
+            return
+        usual, ranks = (settings.resume_mode, settings.resume_from_path), settings.nnodes * settings.n_gpus_per_node
+        with resharded(checkpoint, ranks, self.checkpoints.folder / ".resharded") as folder:
+            settings.resume_mode, settings.resume_from_path = "resume_path", str(folder)
+            try:
+                yield
+            finally:
+                settings.resume_mode, settings.resume_from_path = usual
 
     # -- the end, wanted or not ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.agentopsd.checkpoints import CheckpointFailed, latest_step, step_folder
 from verl.agentopsd.redact import redact_config
+from verl.agentopsd.reshard import CannotReshard, check_reshardable, saved_ranks
 
 LOCK = ".lock"
 CONFIG = "config.yaml"
@@ -31,7 +32,8 @@ FREE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.resume_mode"),
     *("trainer.resume_from_path", "trust_checkpoint", "trainer.v1.sampler.sampler_kwargs"),
     *("actor_rollout_ref.rollout.agent.agent_loop_config_path", "hydra", "global_profiler"),
-    # which machine, how many helpers: they change no number
+    # which machines, how many helpers: they change no number, or its last digits
+    *("trainer.nnodes", "trainer.n_gpus_per_node"),
     *("ray_kwargs", "hardware", "transfer_queue", "actor_rollout_ref.rollout.agent.num_workers"),
     "agentopsd.max_logprob_gap",
     "agentopsd.action_logits",  # moves the last digits, and is missing in what was run before there was such a switch
@@ -212,10 +214,10 @@ def resumed_checkpoint(config: DictConfig) -> Path | None:
 
 
 def check_checkpoint(config: DictConfig) -> None:
-    """Looks at the checkpoint that a resume would load: same model, same number of ranks, no code in it.
+    """Looks at the checkpoint that a resume would load: same model, shards that these ranks can load, no code in it.
 
     Raises:
-        ConfigChanged: it belongs to another model or to another number of ranks.
+        ConfigChanged: it belongs to another model, or to another number of ranks and cannot be cut anew.
         UnsafeCheckpoint: a file of it asks for code that a checkpoint does not need.
     """
     checkpoint = resumed_checkpoint(config)
@@ -246,14 +248,16 @@ def _check_model(config: DictConfig, saved: Path) -> None:
 
 
 def _check_ranks(config: DictConfig, actor: Path) -> None:
-    shards = list(actor.glob("model_world_size_*_rank_0.pt"))
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    sizes = sorted(int(shard.name.split("_")[3]) for shard in shards)
-    if sizes and ranks not in sizes:
+    saved, ranks = saved_ranks(actor), config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if saved in (None, ranks):
+        return
+    try:
+        check_reshardable(actor)
+    except CannotReshard as error:
         raise ConfigChanged(
-            f"the checkpoint in {actor.parent} was written by {sizes[0]} ranks and this run has {ranks} (trainer.nnodes"
-            f" × trainer.n_gpus_per_node): verl stores one shard per rank, so give the same numbers again"
-        )
+            f"the checkpoint in {actor.parent} was written by {saved} ranks and this run has {ranks} (trainer.nnodes × "
+            f"trainer.n_gpus_per_node): {error}; give the same numbers again"
+        ) from error
 
 
 def _check_pickle(file: Path) -> None:

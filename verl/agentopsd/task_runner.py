@@ -155,9 +155,11 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
-        elif config.trainer.device == "cpu":
-            # never a cluster that happens to run here: it lacks the logical GPUs
-            options["address"] = "local"
+        elif config.trainer.nnodes == 1:
+            options["address"] = "local"  # never a cluster that happens to run here
+            if options.get("num_cpus") is None:  # counted, not used: what the run asks for must be there
+                options["num_cpus"] = max(os.cpu_count() or 1, resources.needs(config).cpus)
+        if config.trainer.device == "cpu" and not os.environ.get("RAY_ADDRESS"):
             loopback_only()
             if server := preload.current():
                 given.setdefault("py_executable", shlex.quote(str(server.python)))  # Ray gives it to a shell

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from verl.agentopsd import preflight
 from verl.agentopsd.config import env_section
 from verl.agentopsd.doctor.finding import Finding, ok, warning
-from verl.agentopsd.envs.base import EnvFamily, Task
+from verl.agentopsd.envs.base import EnvFamily, Task, make_family
 from verl.agentopsd.skills.bank import SkillBank
 
 
@@ -33,7 +33,8 @@ def load(config: DictConfig) -> tuple[Material, list[Finding]]:
     findings = [ok("games", ", ".join(f"{split} {len(games)}" for split, games in tasks.items()))]
     if source := _generated(config):
         findings.append(warning("games", source))
-    opened = sum(min(len(games), preflight.GAMES_PER_SPLIT) for games in tasks.values())
+    exact = make_family({**env_section(config), "backend": "exact"})
+    opened = sum(1 for _ in preflight.openings(exact, tasks))
     findings.append(
         ok("grammar", f"{opened} games opened; commands and answers are worded as the exact engine knows them")
     )

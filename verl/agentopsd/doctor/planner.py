@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -63,8 +63,10 @@ def choose_device(config: DictConfig, gpus: list[Gpu]) -> tuple[Device, str]:
         return DEVICES[named], "hardware.gpu"
     if gpus and (device := device_of(gpus[0].name)):
         return device, "nvidia-smi"
-    reason = f"{gpus[0].name} is not listed" if gpus else "no GPU here"
-    return DEVICES[DEFAULT], f"assumed, {reason}; hardware.gpu names another"
+    if gpus:
+        found = replace(DEVICES[DEFAULT], name=gpus[0].name, memory=gpus[0].total)
+        return found, f"its memory from nvidia-smi, speeds of {DEFAULT} as it is not listed; hardware.gpu names another"
+    return DEVICES[DEFAULT], "assumed, no GPU here; hardware.gpu names another"
 
 
 def plan(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], skill_tokens: int | None) -> Plan | None:
@@ -162,6 +164,11 @@ def check(config: DictConfig, shape: ModelShape | None, gpus: list[Gpu], made: P
         return [unchecked("plan", f"the sizes of {path} are unknown here: no folder, and not in doctor/shapes.py")]
     if config.trainer.device == "cpu":
         return []
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        text = (
+            "the plan knows how FSDP spreads a model; Megatron keeps whole bf16 weights and fp32 gradients per replica"
+        )
+        return [unchecked("memory", f"{text} (divided by hardware.tensor_parallel), which is not planned")]
     device, _ = choose_device(config, gpus)
     usable = cost.USABLE * device.memory
     needed, largest = made.layout.micro_batch_tokens, made.largest_micro_batch
@@ -198,11 +205,15 @@ def weight_bucket(config: DictConfig, shape: ModelShape | None) -> list[Finding]
     if shape is None or rollout.checkpoint_engine.backend != "naive":
         return []
     bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) * 2**20
-    size = cost.FLOAT32 if config.trainer.device == "cpu" else cost.BFLOAT16
+    on_cpu = config.trainer.device == "cpu"
+    # FSDP sends its float32 master weights as they are, Megatron what it computes with
+    size = cost.BFLOAT16 if config.actor_rollout_ref.actor.strategy == "megatron" else cost.FLOAT32
     largest = shape.vocab * shape.hidden * size
     text = f"largest matrix {shape.vocab} × {shape.hidden} × {size} bytes = {largest / 2**20:.0f} MiB"
     if largest <= bucket:
         return [ok("weight sync", f"{text}, bucket {bucket // 2**20} MiB")]
+    if not on_cpu:  # shared through CUDA directly, at the price of its memory once more
+        return [ok("weight sync", f"{text}, larger than a bucket of {bucket // 2**20} MiB: sent by itself")]
     return [
         error(
             "weight sync",

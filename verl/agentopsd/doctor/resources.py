@@ -112,14 +112,25 @@ def check(config: DictConfig, shape: ModelShape | None) -> list[Finding]:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that ``nvidia-smi`` lists; empty without it."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` leaves; empty without it."""
+    command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.rsplit(",", 2) for line in output.splitlines() if line.count(",") >= 2]
-    return [Gpu(name.strip(), int(total) * 2**20, int(used) * 2**20) for name, total, used in rows]
+    rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 3]
+    found = {uuid: Gpu(name, int(total) * 2**20, int(used) * 2**20) for uuid, name, total, used in rows}
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(found.values())
+    chosen = []
+    for name in map(
+        str.strip, visible.split(",")
+    ):  # a number, or the beginning of a UUID; CUDA stops at the first other
+        known = [uuid for number, uuid in enumerate(found) if name and (name == str(number) or uuid.startswith(name))]
+        if not known:
+            break
+        chosen.append(found[known[0]])
+    return chosen
 
 
 def _gpus(wanted: Needs, found: list[Gpu]) -> list[Finding]:

