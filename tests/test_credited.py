@@ -111,3 +111,18 @@ def test_turns_that_do_not_cover_the_mask_are_an_error():
     broken.action_mask[3] = True
     with pytest.raises(ValueError, match="train/g: the turns of episode 000001-0000_0_0 do not cover its action mask"):
         broken.turn_ids()
+
+
+@pytest.mark.parametrize("granularity", ["turn", "token"])
+@pytest.mark.parametrize("evidence", ["raw", "clip", "centered", "zscore", "token_mean"])
+def test_the_control_deals_an_episode_its_own_evidence(granularity: str, evidence: str):
+    """Shuffled or not, an episode has the same transformed evidence, in another order."""
+    teacher = {row.key: row.old_log_probs + torch.linspace(0.1, 2, len(row.response_ids)) for row in ROWS}
+    rule = CreditConfig(granularity=granularity, evidence=evidence)
+    given = (ROWS, [1.0, -1.0, 0.5], [0.5] * 3, teacher, METHODS["agentopsd"], rule)
+    _, straight = credit_episodes(*given)
+    found = [credit_episodes(*given, shuffle_seed=[seed, 1])[1] for seed in range(4)]
+    for dealt in found:
+        assert torch.equal(dealt.evidence.sort(-1).values, straight.evidence.sort(-1).values)
+        assert torch.equal(dealt.turn_mask, straight.turn_mask)
+    assert any(not torch.equal(dealt.evidence, straight.evidence) for dealt in found)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from verl.agentopsd import preflight
-from verl.agentopsd.config import ConfigError
+from verl.agentopsd.config import TINY_MODEL, ConfigError
+from verl.agentopsd.doctor import examine
+from verl.agentopsd.doctor.games import Material
 from verl.agentopsd.main import compose_config
 
 
@@ -50,6 +54,68 @@ def test_games_of_every_split(alfworld_data: Path):
 def test_what_does_not_fit_is_refused_with_the_arithmetic(alfworld_data: Path, override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         look(config(alfworld_data, override))
+
+
+def texts(tmp_path: Path, content: dict[str, str]) -> list[str]:
+    file = tmp_path / "texts.json"
+    file.write_text(json.dumps(content))
+    return ["agentopsd.teacher.privilege=file", f"agentopsd.teacher.file={file}"]
+
+
+def test_a_file_of_texts_must_have_one_for_every_game(alfworld_data: Path, tmp_path: Path):
+    few = texts(tmp_path, {"pick_and_place_simple": "Take it and put it there."})
+    message = (
+        r"has no text for \d+ of 140 training games \(the first: valid_seen/.*\) nor for their task types \(look_at"
+    )
+    with pytest.raises(ConfigError, match=message):
+        look(config(alfworld_data, *few))
+
+
+def test_the_longest_text_of_a_file_is_read_whichever_game_it_belongs_to(alfworld_data: Path, tmp_path: Path):
+    """Of 140 games 60 have their prompt rendered, and the one with a long text is not among them."""
+    family, tasks = preflight.games(config(alfworld_data))
+    rendered = {task.game_id for task, _ in preflight.openings(family, {"valid_seen": tasks["valid_seen"]})}
+    hidden = next(task.game_id for task in tasks["valid_seen"] if task.game_id not in rendered)
+    content = {kind: "Take it." for kind in family.task_types} | {hidden: "take it " * 500}
+    with pytest.raises(ConfigError, match=f"the teacher's row of {hidden} can have .* privileged text is never cut"):
+        look(config(alfworld_data, *texts(tmp_path, content)))
+
+
+def teacher_model(folder: Path, **changes: int) -> list[str]:
+    """The tiny model under another path, with other sizes in its config.json."""
+    shutil.copytree(TINY_MODEL, folder)
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | changes))
+    return ["agentopsd.teacher.source=model", f"agentopsd.teacher.path={folder}"]
+
+
+def test_a_teacher_with_fewer_positions_limits_the_row(alfworld_data: Path, tmp_path: Path):
+    look(config(alfworld_data, *teacher_model(tmp_path / "same")))
+    with pytest.raises(ConfigError, match=r"teacher's row of .* but a row may have 1700; privileged text is never cut"):
+        look(config(alfworld_data, *teacher_model(tmp_path / "short", max_position_embeddings=1700)))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_the_start(alfworld_data: Path, tmp_path: Path):
+    overrides = teacher_model(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[200:202]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"has another vocabulary than the student: 2 of \d+ tokens differ"):
+        look(config(alfworld_data, *overrides))
+    with pytest.raises(ConfigError, match=r"agentopsd.teacher.path=/nowhere/model is not a folder"):
+        look(config(alfworld_data, "agentopsd.teacher.source=model", "agentopsd.teacher.path=/nowhere/model"))
+
+
+def test_texts_are_looked_at_without_the_student_s_tokenizer_too(alfworld_data: Path, tmp_path: Path):
+    few = texts(tmp_path, {"pick_and_place_simple": "Take it and put it there."})
+    settings = config(alfworld_data, *few, "model=qwen2.5_3b", "device=gpu")
+    family, tasks = preflight.games(settings)
+    material = Material(family, tasks, preflight.skills(settings, family))
+    with pytest.raises(ConfigError, match=r"has no text for \d+ of 140 training games"):
+        examine._lengths(settings, material, None)
 
 
 def test_a_missing_skill_set_is_refused(alfworld_data: Path):

@@ -130,6 +130,14 @@ def test_ranks_that_share_a_row_are_one_data_parallel_rank(backend: str, ranks: 
             ["model=tiny", "device=cpu", "trainer.n_gpus_per_node=2", "hardware.sequence_parallel=2"],
             "ulysses_sequence_parallel_size=2 needs flash-attn, and attention here is sdpa",
         ),
+        (
+            [
+                *("model=qwen2.5_7b", "device=gpu", "agentopsd.teacher.source=model"),
+                *("agentopsd.teacher.path=Qwen/Qwen2.5-7B-Instruct", "agentopsd.teacher.n_gpus_per_node=1"),
+            ],
+            r"ulysses_sequence_parallel_size=2 ranks share a row, in the teacher too, .* its 1 GPUs",
+        ),
+        (["algorithm.adv_estimator=rlsd"], "agentopsd.warmdown_steps=0 with RLSD, .* choose method=rlsd"),
         (["trainer.v1.trainer_mode=separate_async"], "separate_async is refused: .* weights that sampled it"),
         (["trainer.v1.trainer_mode=colocate_async"], "colocate_async is refused: .* several weights"),
         (["trainer.v1.trainer_mode=one_step_off"], "trainer_mode=one_step_off: unknown; leave it at agentopsd"),

@@ -196,3 +196,26 @@ def test_vocabularies_are_compared_token_by_token(chat):
     require_same_vocabulary(chat.tokenizer, chat.tokenizer, "same")
     with pytest.raises(ConfigError, match=r"path=/t has another vocabulary.*\d+ of \d+ tokens differ.*student id"):
         require_same_vocabulary(chat.tokenizer, other, "/t")
+
+
+def test_the_student_s_skill_stays_in_the_prompt_that_the_teacher_reads(chat):
+    """What the two readings differ in is the privileged text alone (I4)."""
+    engine = Engine()
+    one, plain = episode("g", [7, 8]), episode("h", [7, 8])
+    one.facts.update(skill="go to b", skill_position="system")
+    played = [{"command": "take a", "valid": True}]
+    won = dataclasses.replace(one, key="g_1_0", facts=one.facts | {"won": True, "turns": played})
+    policy = teacher(chat, engine, privilege=Hindsight(), config={"privilege": "hindsight"})
+    text = Hindsight().texts([one], [one, won])[0]
+    assert text is not None
+    ids = policy.prompt_ids(one, text).tolist()
+    system, user = {"role": "system", "content": "play the game\n\ngo to b"}, "look at mug"
+    assert ids == chat.initial_ids([system, {"role": "user", "content": f"{user}\n{text}"}])
+    # another episode of the same game that was shown other words has a prompt of its own
+    assert policy.prompt_ids(
+        dataclasses.replace(one, facts=plain.facts | {"game_id": one.facts["game_id"]}), text
+    ).tolist() == (
+        chat.initial_ids(
+            [{"role": "system", "content": "play the game"}, {"role": "user", "content": f"{user}\n{text}"}]
+        )
+    )

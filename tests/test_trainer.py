@@ -37,6 +37,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> AgentOPSDTrainer:
     made.global_steps = 5
     made.env = SimpleNamespace(min_valid_episodes=2)
     made.estimated = []
+    made.config = SimpleNamespace(agentopsd=SimpleNamespace(base_estimator="grpo"))
 
     def estimate(self: AgentOPSDTrainer, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.estimated += batch.keys
@@ -67,6 +68,21 @@ def test_lost_episodes_and_small_groups_stay_out_of_the_statistics(trainer: Agen
     assert trainer.estimated == ["000005-0000_0_0", "000005-0000_1_0"]
     assert metrics["group/dropped"] == 1.0
     assert trainer._success_rates(episodes) == [0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("estimator", "equal"), [("grpo", 0.0), ("rloo", 0.0), ("reinforce_plus_plus", 0.25)])
+def test_equal_outcomes_have_exactly_no_advantage(trainer: AgentOPSDTrainer, estimator: str, equal: float):
+    """Three rewards of 0.9 have a float32 mean that is not 0.9, and GRPO divides the rest by its own size. What
+    compares an episode with other groups too is left alone."""
+    trainer.config.agentopsd.base_estimator = estimator
+    episodes = [
+        *(episode("000005-0000", sample, won=True) for sample in range(3)),
+        episode("000005-0000", 3, env_error="crash"),
+        *(episode("000005-0001", sample, won=False) for sample in range(2)),
+        *(episode("000005-0002", sample, won=sample == 0) for sample in range(2)),
+    ]
+    batch = KVBatchMeta(keys=[e.key for e in episodes], tags=[{}] * 8, partition_id="train")
+    assert trainer._base_advantages(batch, episodes, {}) == [*[equal] * 3, 0.0, *[equal] * 2, 0.25, 0.25]
 
 
 def test_no_valid_group_costs_no_estimate(trainer: AgentOPSDTrainer):

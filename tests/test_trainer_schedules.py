@@ -15,9 +15,12 @@ from verl.utils import tensordict_utils as tu
 
 import verl.agentopsd.trainer as module
 from verl.agentopsd.config import EnvConfig
+from verl.agentopsd.credit import CreditConfig
 from verl.agentopsd.credited import CreditedEpisode
 from verl.agentopsd.durable import DurableTrainer
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.methods.base import DistillConfig
+from verl.agentopsd.methods.loss import COEF
 from verl.agentopsd.sampling import DifficultySampler, SamplingConfig
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.trainer import AgentOPSDTrainer
@@ -104,9 +107,23 @@ def episode(sample: int, won: bool = False, skill: str = "", env_error: str = ""
     return Episode(f"000001-0000_{sample}_0", torch.ones(2), torch.ones(3).long(), mask, logs, logs, float(won), facts)
 
 
-def test_the_written_advantages_hold_the_penalty_once(monkeypatch: pytest.MonkeyPatch):
-    """A = 0 for the won episode, .5 for the other, none for the lost one; p = .1 on the token of the invalid turn."""
+@pytest.mark.parametrize(
+    ("loss_term", "pg_coef", "expected"),
+    [
+        (None, 0.3, [[0, 0, -0.1], [0.5, 0, 0.4], [0, 0, 0]]),  # a method without a loss term has no pg_coef
+        (object(), 1.0, [[0, 0, -0.1], [0.5, 0, 0.4], [0, 0, 0]]),
+        (object(), 0.4, [[0, 0, -0.1], [0.2, 0, 0.1], [0, 0, 0]]),
+        (object(), 0.0, [[0, 0, -0.1], [0, 0, -0.1], [0, 0, 0]]),
+    ],
+)
+def test_the_written_advantages_hold_the_penalty_once(
+    monkeypatch: pytest.MonkeyPatch, loss_term: Any, pg_coef: float, expected: list[list[float]]
+):
+    """A = 0 for the won episode, .5 for the other, none for the lost one; p = .1 on the token of the invalid turn,
+    whatever the policy gradient weighs."""
     made = trainer(invalid_action_penalty=0.1)
+    made.method = SimpleNamespace(loss_term=loss_term)
+    made.distill, made.teacher = SimpleNamespace(pg_coef=pg_coef), None
     episodes = [episode(0, won=True), episode(1), episode(2, env_error="crash")]
     made._credited = [
         CreditedEpisode(one, a, one.action_mask * a, 0.5) for one, a in zip(episodes, (0.0, 0.5, 0.0), strict=True)
@@ -117,7 +134,7 @@ def test_the_written_advantages_hold_the_penalty_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module.tq, "kv_batch_put", lambda fields, **_: written.update(fields=fields))
     made._write_advantages(KVBatchMeta(keys=[one.key for one in episodes], tags=[{}] * 3, partition_id="train"))
     rows = [row.tolist() for row in written["fields"]["advantages"].unbind()]
-    assert rows == [pytest.approx([0, 0, -0.1]), pytest.approx([0.5, 0, 0.4]), [0, 0, 0]]
+    assert rows == [pytest.approx(row) for row in expected]
 
 
 def test_the_sampler_learns_from_every_update():
@@ -127,3 +144,41 @@ def test_the_sampler_learns_from_every_update():
     assert made.game_sampler.rate(0) == 0.5
     assert (metrics["sampling/pool_band"], metrics["sampling/pool_unseen"]) == (0.5, 0.5)
     assert metrics["env/max_turns"] == 10
+
+
+@pytest.mark.parametrize(("update", "coef"), [(1, 0.5), (5, 0.3), (11, 0.0), (12, 0.0)])
+def test_the_loss_term_of_an_update_has_the_coefficient_of_the_updates_that_are_finished(
+    monkeypatch: pytest.MonkeyPatch, update: int, coef: float
+):
+    """.5 falling to 0 over 10 updates; what the workers' loss reads travels with the batch."""
+    made = trainer(update)
+    made.method = SimpleNamespace(loss_term=object())
+    made.distill = DistillConfig(coef=0.5, warmdown_steps=10)
+    seen: list[KVBatchMeta] = []
+    monkeypatch.setattr(DurableTrainer, "_update_actor", lambda self, batch, metrics: seen.append(batch))
+    metrics: dict[str, float] = {}
+    made._update_actor(KVBatchMeta(keys=["a"], tags=[{}], partition_id="train"), metrics)
+    assert metrics["actor/distill_coef"] == seen[0].extra_info[COEF] == pytest.approx(coef)
+
+
+@pytest.mark.parametrize(("update", "lam"), [(1, 0.5), (6, 0.25), (11, 0.0)])
+def test_the_credit_of_an_update_has_the_lambda_of_the_updates_that_are_finished(
+    monkeypatch: pytest.MonkeyPatch, update: int, lam: float
+):
+    made = trainer(update)
+    made.config.agentopsd.shuffle_evidence = False
+    made.credit_rule = CreditConfig(lam=0.5, warmdown_steps=10)
+    rules: list[CreditConfig] = []
+
+    def credit(episodes: Any, advantages: Any, rates: Any, scores: Any, method: Any, rule: CreditConfig, shuffle: Any):
+        rules.append(rule)
+        return [], None
+
+    monkeypatch.setattr(module, "read_episodes", lambda batch: [])
+    monkeypatch.setattr(module, "credit_episodes", credit)
+    nothing = {"_check_episodes": None, "_base_advantages": [], "_success_rates": [], "_teacher_log_probs": {}}
+    nothing |= {"_write_advantages": None, "_episode_metrics": {}, "_schedule_metrics": {}}
+    for name, answer in nothing.items():
+        monkeypatch.setattr(AgentOPSDTrainer, name, lambda self, *_, answer=answer: answer)
+    made._compute_advantage(KVBatchMeta(keys=[], tags=[], partition_id="train"), {})
+    assert [rule.lam for rule in rules] == [pytest.approx(lam)]

@@ -262,6 +262,11 @@ def _teacher_problems(config: DictConfig) -> list[str]:
             f"agentopsd.distill.coef is not set: choose method={method.name}, which sets the usual constants, or "
             "give it"
         )
+    if method.name == "rlsd" and not section.warmdown_steps:
+        problems.append(
+            "agentopsd.warmdown_steps=0 with RLSD, whose λ falls to 0 over the run: choose method=rlsd, which sets it, "
+            "or give it (a number far larger than the run keeps λ almost constant)"
+        )
     if method.student_skill and not section.student_skill:
         problems.append(
             f"algorithm.adv_estimator={method.name} needs agentopsd.student_skill=true: choose method={method.name}"

@@ -78,17 +78,16 @@ def agentopsd_credit(
         gaps: (N,T) log π(y_t | ctx + skill) - log π(y_t | ctx) in nats; read on action tokens only.
         turn_ids: (N,T) long, the turn of each action token, 0..K-1 in order; -1 off the action mask.
         success_rate: (N,) S/G of the row's group.
-        order: (N,K) int64, a control: turn k gets the evidence of turn ``order[:, k]``.
+        order: (N,K) int64, a control: turn (or token) k gets the transformed evidence of ``order[:, k]``.
     """
     A = advantages[:, None]
     if config.granularity == "token":
-        turn_ids = torch.where(turn_ids >= 0, (turn_ids >= 0).long().cumsum(-1) - 1, -1)
+        turn_ids = token_ids(turn_ids)
     K = max(int(turn_ids.max()) + 1 if turn_ids.numel() else 0, 1)
     tokens, e = by_turn(gaps, turn_ids, K)
     if not (A.isfinite().all() and e.isfinite().all()):
         bad = int((~A.isfinite()).sum() + (~gaps.isfinite() & (turn_ids >= 0)).sum())
         raise ValueError(f"{bad} base advantages or action-token gaps are not finite: check the rewards and log-probs")
-    e = e if order is None else e.gather(1, order)
     turns = tokens > 0
     n = turns.sum(-1, keepdim=True).clamp(min=1)
     if (turns[:, 1:] & ~turns[:, :-1]).any():
@@ -101,6 +100,7 @@ def agentopsd_credit(
         e = (e - e.sum(-1, keepdim=True) / n) * turns
     elif config.evidence == "zscore" and (scored := turns & (A != 0)).any():
         e = 0.5 * (e - e[scored].mean()) / (e[scored].std(correction=0) + config.eps) * scored
+    e = e if order is None else e.gather(1, order)
     rate = success_rate.double()
     B_0 = (rate if config.prior == "group" else rate * 0 + float(config.prior)).clamp(config.eps, 1 - config.eps)
     c = torch.nn.functional.pad(_discounted_sum(e, config.gamma), (1, 0))  # c_0 = 0
@@ -117,6 +117,11 @@ def agentopsd_credit(
     ratio = A_k.double() / A.double()
     A_k = torch.where((ratio < low) | (ratio > high), torch.nextafter(A_k, A), A_k)  # rounding may not leave the bounds
     return Credit(by_token(A_k, turn_ids, off=A * 0), e, B_0, B[:, 1:] * turns, dB, w * turns, turns)
+
+
+def token_ids(turn_ids: Tensor) -> Tensor:
+    """(N,T) int64: every action token as a turn of its own, numbered 0, 1, …; -1 off the action mask."""
+    return torch.where(turn_ids >= 0, (turn_ids >= 0).long().cumsum(-1) - 1, -1)
 
 
 def _discounted_sum(e: Tensor, gamma: float) -> Tensor:

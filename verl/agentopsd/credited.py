@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from verl.agentopsd.credit import Credit, CreditConfig
+from verl.agentopsd.credit import Credit, CreditConfig, token_ids
 from verl.agentopsd.episodes import Episode, padded
 from verl.agentopsd.evaluation.records import EpisodeRecord, episode_record, turn_credits
 from verl.agentopsd.methods.base import Method
@@ -89,13 +89,14 @@ def credit_episodes(
         rows = [episodes[index] for index in scored]
         gaps = [(teacher_log_probs[e.key] - e.old_log_probs) * e.action_mask for e in rows]
         turn_ids = padded([episode.turn_ids() for episode in rows], -1)
+        dealt = token_ids(turn_ids) if rule.granularity == "token" else turn_ids
         credit = method.credit(
             torch.tensor([advantages[index] for index in scored], dtype=torch.float32),
             padded(gaps, 0.0),
             turn_ids,
             torch.tensor([success_rates[index] for index in scored], dtype=torch.float64),
             rule,
-            **({} if shuffle_seed is None else {"order": shuffled(rows, turn_ids, shuffle_seed)}),
+            **({} if shuffle_seed is None else {"order": shuffled(rows, dealt, shuffle_seed)}),
         )
     row_of = {index: row for row, index in enumerate(scored)}
     credited = []

@@ -77,6 +77,14 @@ def _ranks(config: DictConfig) -> str | None:
             f"{what} share a row, which does not divide the {ranks} GPUs of the run (trainer.nnodes "
             f"{config.trainer.nnodes} × trainer.n_gpus_per_node {config.trainer.n_gpus_per_node}): change one of them"
         )
+    settings = config.agentopsd.teacher
+    teacher = int(settings.n_gpus_per_node) * int(settings.nnodes) if settings.source == "model" else 0
+    if teacher % sharing:
+        return (
+            f"{what} share a row, in the teacher too, which does not divide its {teacher} GPUs (agentopsd.teacher."
+            f"nnodes {settings.nnodes} × agentopsd.teacher.n_gpus_per_node {settings.n_gpus_per_node}): change one of "
+            "them"
+        )
     server = int(rollout.tensor_model_parallel_size)
     if ranks % server:
         return (

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+RELATIVE = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo")
+"""verl's estimators that compare an episode with its group alone: equal outcomes have no advantage."""
+
 
 def group_success_rate(won: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     """S/G per row, (N,) float64, over the group's valid episodes; 0 for a group without any. All inputs (N,)."""

@@ -66,7 +66,8 @@ def worker_environment(config: DictConfig) -> dict[str, str]:
     """Variables that every worker must have; sets them here as well."""
     environment = activate_cpu() if config.trainer.device == "cpu" else {}
     environment[action_logits.VARIABLE] = "1" if config.agentopsd.action_logits is True else "0"
-    if Path(str(config.actor_rollout_ref.model.path)).is_dir():
+    models = [config.actor_rollout_ref.model.path, config.agentopsd.teacher.get("path")]
+    if all(Path(str(path)).expanduser().is_dir() for path in models if path is not None):  # nothing to download
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     return environment
@@ -79,6 +80,8 @@ def prepare(config: DictConfig) -> dict[str, str]:
         loops = files("agentopsd_config").joinpath("agent_loops.yaml")
         config.actor_rollout_ref.rollout.agent.agent_loop_config_path = str(loops)
         config.run_dir = str(Path(config.run_dir).absolute())
+        if str(teacher := config.agentopsd.teacher.get("path")).startswith("~"):
+            config.agentopsd.teacher.path = str(Path(teacher).expanduser())
     validate(config)
     _validate_upstream(config)
     return environment

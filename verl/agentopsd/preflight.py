@@ -16,7 +16,7 @@ from verl.agentopsd.evaluation.panel import spread
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.skills.insert import with_skill
-from verl.agentopsd.teacher_preflight import check_teacher, longest_teacher_prompt
+from verl.agentopsd.teacher_preflight import check_teacher, teacher_prompt_length, teacher_row_limit
 
 GAMES_PER_SPLIT = 60
 """So many games of each split have their prompt rendered; the rollout checks every prompt again."""
@@ -76,6 +76,11 @@ def splits(config: DictConfig) -> list[str]:
     """The splits that the run reads, each once."""
     files = config.data.val_files
     return list(dict.fromkeys([*training_splits(config), *([files] if isinstance(files, str) else files)]))
+
+
+def training_games(config: DictConfig, tasks: dict[str, list[Task]]) -> list[Task]:
+    """The games that may be trained on."""
+    return [task for name in training_splits(config) for task in tasks[name]]
 
 
 def training_splits(config: DictConfig) -> list[str]:
@@ -138,20 +143,26 @@ def check_lengths(
     data, rollout = config.data, config.actor_rollout_ref.rollout
     exact = make_family({**env_section(config), "backend": "exact"})  # same texts, without starting an engine
     position = teacher_config(config).skill_position
-    check_teacher(config, [task for name in training_splits(config) for task in tasks[name]], chat)
+    training = training_games(config, tasks)
+    texts = check_teacher(config, training, chat)
     longest, longest_read = (0, ""), (0, "")
+    if texts is not None:  # every game may have a text of its own: those with the longest are read too
+        by_length = sorted(training, key=lambda task: -len(texts.text(task.game_id, task.task_type) or ""))
+        tasks = {**tasks, "longest texts": by_length[:GAMES_PER_SPLIT]}
     for task, messages in openings(exact, tasks):
         shown = messages
         if config.agentopsd.student_skill:
             shown = with_skill(messages, bank.text(task.task_type), position)
         longest = max(longest, (len(chat.initial_ids(shown)), task.game_id))
         if has_teacher(config):
-            longest_read = max(longest_read, (longest_teacher_prompt(config, chat, bank, task, shown), task.game_id))
+            read = teacher_prompt_length(config, chat, bank, texts, task, shown)
+            longest_read = max(longest_read, (read, task.game_id))
     bank.fallbacks.clear()
     prompt, game = longest
     limit = check_prompt(config, prompt, game)
     teacher, game = longest_read
     row = teacher + data.max_response_length
+    limit = min((each for each in (limit, teacher_row_limit(config)) if each), default=None)
     if limit is not None and row > limit:
         raise ConfigError(
             f"the teacher's row of {game} can have {teacher} prompt and privileged text + {data.max_response_length} "

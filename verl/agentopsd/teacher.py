@@ -17,6 +17,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from verl.agentopsd.config import ConfigError, TeacherConfig
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.evaluation.records import messages_shown
 from verl.agentopsd.privilege import Privilege
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.insert import with_skill
@@ -49,16 +50,16 @@ class TeacherPolicy:
     row_multiple: int = 1
     tokens: int = 0
     without_text: list[str] = field(default_factory=list)
-    _prompts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _prompts: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def prompt_ids(self, episode: Episode, text: str | None) -> torch.Tensor:
-        """(P',) int64: the episode's opening messages with ``text``; its own prompt when there is none."""
+        """(P',) int64: the opening messages as the student saw them, with ``text``; its own prompt without."""
         if text is None:
             return episode.prompt_ids
-        key = (episode.facts["game_id"], text)
+        shown = messages_shown(episode.facts)
+        key = (text, *((message["role"], message["content"]) for message in shown))
         if key not in self._prompts:
-            messages = with_skill(episode.facts["messages"], text, self.config.skill_position)
-            self._prompts[key] = self.chat.initial_ids(messages)
+            self._prompts[key] = self.chat.initial_ids(with_skill(shown, text, self.config.skill_position))
         return torch.tensor(self._prompts[key], dtype=torch.int64)
 
     def log_probs(self, episodes: Sequence[Episode], among: Sequence[Episode] = ()) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ memory while idle. It shares the actor's GPUs, or has its own (``agentopsd.teach
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -15,8 +16,11 @@ from verl.agentopsd.config import ConfigError, TeacherConfig, teacher_config
 ROLE = "teacher_policy"
 
 
-def teacher_tokenizer(settings: TeacherConfig) -> Any:
+def teacher_tokenizer(settings: TeacherConfig, folder: Path | None = None) -> Any:
     """The tokenizer of the teacher's checkpoint.
+
+    Args:
+        folder: where it is on this machine, when that is known.
 
     Raises:
         ConfigError: there is none that loads.
@@ -24,7 +28,7 @@ def teacher_tokenizer(settings: TeacherConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(settings.path)
+        return AutoTokenizer.from_pretrained(folder or settings.path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"agentopsd.teacher.path={settings.path} has no tokenizer that loads: {error}") from error
 

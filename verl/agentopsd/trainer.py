@@ -49,7 +49,7 @@ from verl.agentopsd.evaluation.output import with_outcome_hash
 from verl.agentopsd.evaluation.panel import panel_hash
 from verl.agentopsd.evaluation.records import EpisodeRecord, RecordWriter
 from verl.agentopsd.evaluation.summary import finished
-from verl.agentopsd.groups import group_success_rate
+from verl.agentopsd.groups import RELATIVE, group_success_rate
 from verl.agentopsd.horizon import max_turns_at
 from verl.agentopsd.methods.loss import COEF, distilled_loss
 from verl.agentopsd.penalty import penalised, penalty_metrics, with_penalties
@@ -218,6 +218,10 @@ class AgentOPSDTrainer(DurableTrainer):
             for key, row in zip(usable, rows["advantages"].unbind(), strict=True):
                 # the same number on every action token, 0 elsewhere
                 advantage[key] = float(row[row.abs().argmax()])
+        if self.config.agentopsd.base_estimator in RELATIVE:
+            for members in kept.values():
+                if len({member.won for member in members if member.valid}) == 1:  # 0, not the rounding of their mean
+                    advantage.update(dict.fromkeys((member.key for member in members), 0.0))
         return [advantage[episode.key] for episode in episodes]
 
     def _success_rates(self, episodes: list[Episode]) -> list[float]:
@@ -272,10 +276,11 @@ class AgentOPSDTrainer(DurableTrainer):
                     f"update {self.global_steps}: an advantage of {credited.episode.facts['game_id']} is not finite"
                 )
         p = self.env.invalid_action_penalty
-        by_key = {one.episode.key: penalised(one.episode, one.token_advantages.float(), p) for one in self._credited}
-        if self.method.loss_term is not None:
-            # the clipped loss is homogeneous in the advantages: scaling them weighs the policy gradient
-            by_key = {key: advantages * self.distill.pg_coef for key, advantages in by_key.items()}
+        # the clipped loss is homogeneous in the advantages: scaling them weighs the policy gradient
+        scale = 1.0 if self.method.loss_term is None else self.distill.pg_coef
+        by_key = {
+            one.episode.key: penalised(one.episode, one.token_advantages.float() * scale, p) for one in self._credited
+        }
         shapes = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         rows = [
             by_key.get(key, torch.zeros(len(mask)))

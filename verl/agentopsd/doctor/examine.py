@@ -16,6 +16,7 @@ from verl.agentopsd.doctor.planner import Plan
 from verl.agentopsd.doctor.shapes import ModelShape, shape_of
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.skills.insert import with_skill
+from verl.agentopsd.teacher_preflight import check_teacher
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def _shape(config: DictConfig) -> tuple[ModelShape | None, list[Finding]]:
 
 def _lengths(config: DictConfig, found: Material | None, chat: ChatFormat | None) -> list[Finding]:
     """preflight's own checks: with the tokenizer on real prompts, without it on the configured limits alone."""
+    if found is not None and chat is None:
+        check_teacher(config, preflight.training_games(config, found.tasks), None)
     if found is None or chat is None:
         limit = preflight.check_prompt(config, 0, "")
         data = config.data

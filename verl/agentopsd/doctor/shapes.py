@@ -136,6 +136,22 @@ KNOWN = {
 }
 
 
+def folder_of(path: str) -> Path | None:
+    """Where the model's files are on this machine; None when they would have to be downloaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith(("/", "~", ".")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "tokenizer_config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def shape_of(path: str) -> ModelShape | None:
     """The shape of a local model folder or of a known name; None for a name that is neither.
 

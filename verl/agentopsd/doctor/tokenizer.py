@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
 from verl.agentopsd import preflight
 from verl.agentopsd.doctor.finding import Finding, error, ok, unchecked, warning
+from verl.agentopsd.doctor.shapes import folder_of
 from verl.agentopsd.rollout.chat import ChatFormat
-
-
-def folder_of(path: str) -> Path | None:
-    """Where the model's files are on this machine; None when they would have to be downloaded."""
-    if Path(path).is_dir():
-        return Path(path)
-    if path.startswith(("/", "~", ".")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(path, "tokenizer_config.json")
-    except HFValidationError:
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def check(config: DictConfig) -> tuple[ChatFormat | None, list[Finding]]:
