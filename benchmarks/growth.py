@@ -10,6 +10,7 @@ and vLLM's share, and the growth with workers, need the whole stack and are not 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def main() -> None:
     made = parser("growth", __doc__, repeats=5)
     made.add_argument("--figure", type=Path, default=ROOT / "docs" / "growth.png", help="default: %(default)s")
     options = made.parse_args()
+    if options.quick and options.figure == made.get_default("figure"):
+        options.figure = Path(tempfile.gettempdir()) / "agentopsd-quick-growth.png"
     before = machine()
     torch.set_num_threads(1)
     model = TinyLM.from_pretrained(TINY_ALFWORLD)

@@ -11,6 +11,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -177,6 +178,8 @@ def report(
     options: argparse.Namespace, name: str, machine_before: Mapping[str, Any], result: Mapping[str, Any]
 ) -> None:
     """Writes the JSON and says where. Samples in ``result`` are written with median, range and every value."""
+    if options.quick and options.out.parent == RESULTS:  # what was measured in full stays
+        options.out = Path(tempfile.gettempdir()) / f"agentopsd-quick-{options.out.name}"
     payload = {"benchmark": name, "quick": options.quick, "machine": dict(machine_before), **result}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(payload, indent=1, ensure_ascii=False, default=_plain)

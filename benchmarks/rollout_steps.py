@@ -3,7 +3,7 @@
 In a lock-step loop all environments wait for the longest answer of a turn, so a batch costs the sum over turns of that
 turn's longest answer; without a barrier it costs the longest episode alone. Where finished environments go on
 generating, their tokens come on top. Reading: every turn's request contains everything before it; a prefix cache keeps
-whole blocks of 16 tokens. On a GPU a decoding step of a batch costs about the same whatever its size, so the ratio of
+whole blocks of 32 tokens. On a GPU a decoding step of a batch costs about the same whatever its size, so the ratio of
 steps bounds the ratio of wall times; on a CPU, where a step's cost grows with the batch, the tokens count instead.
 
 Episodes: 64 of the tiny model, played here; answers as long as they were (a command) or with a long tail
@@ -24,7 +24,7 @@ from verl.agentopsd.envs.base import make_family
 from verl.agentopsd.models.play import ChatTokens, play
 from verl.agentopsd.models.tiny import TINY_ALFWORLD, TinyLM
 
-BLOCK = 16
+BLOCK = 32
 
 
 @dataclass(frozen=True)

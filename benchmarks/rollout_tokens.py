@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Sample, machine, parser, ratio, report, spread, table
+from verl.agentopsd.envs.alfworld.family import resolve_data_dir
 from verl.agentopsd.evaluation.records import read_records
 
 GAMES, SAMPLES, TURNS, ANSWER = 8, 8, 30, 14
@@ -62,7 +63,7 @@ def by_hand(batches: int) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tokenizer.padding_side = "left"
-    config = {"name": "alfworld", "data_dir": os.environ["ALFWORLD_DATA"], "prompt_style": "compact"}
+    config = {"name": "alfworld", "data_dir": str(resolve_data_dir({})), "prompt_style": "compact"}
     family = make_family({**config, "action_format": "plain"})
     games = spread_tasks(family.tasks("train"), GAMES * batches)
     speeds = []

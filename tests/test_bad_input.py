@@ -24,7 +24,9 @@ from verl.agentopsd.skills.bank import SkillBank
 TINY = ["model=tiny", "device=cpu"]
 
 WHOLE_1, FLAG, SPLIT = "a whole number, at least 1", "true or false", "the name of a split, or a list of them"
-POSITIVE = "a number, greater than 0"
+POSITIVE, NOT_NEGATIVE = "a number, greater than 0", "a number, at least 0"
+SHARE = "a number, greater than 0 and at most 1"
+MEGATRON = ("tensor_model", "pipeline_model", "context")
 FREQUENCY = "a whole number of updates, or -1 for never"
 
 VALUES = [
@@ -47,6 +49,15 @@ VALUES = [
     ("env.name", "''", "", "a text"),
     ("run_dir", "7", "7", "a text"),
     ("trust_checkpoint", "1", "1", FLAG),
+    ("hardware.gpu", "3", "3", "a text"),
+    ("hardware.gpus_per_node", "0", "0", WHOLE_1),
+    ("hardware.sequence_parallel", "0", "0", WHOLE_1),
+    ("hardware.tensor_parallel", "-1", "-1", WHOLE_1),
+    ("hardware.rollout_tensor_parallel", "two", "two", WHOLE_1),
+    ("hardware.rollout_memory", "1.5", "1.5", SHARE),
+    ("hardware.optimizer_offload", "1", "1", FLAG),
+    ("hardware.cpu_micro_batch", "0", "0", WHOLE_1),
+    ("hardware.cpu_weight_bucket_megabytes", "0", "0", WHOLE_1),
     *((f"limits.{stage}", "0", "0", POSITIVE) for stage in ("start", "rollout", "validation", "log_prob")),
     *((f"limits.{stage}", "inf", "inf", POSITIVE) for stage in ("teacher", "update", "weight_sync", "save")),
     ("data.train_files", "[]", "[]", SPLIT),
@@ -56,11 +67,36 @@ VALUES = [
     ("data.val_max_samples", "all", "all", "a whole number, at least -1"),
     ("data.max_prompt_length", "0", "0", WHOLE_1),
     ("data.max_response_length", "1e3", "1000.0", WHOLE_1),
+    ("data.dataloader_num_workers", "-1", "-1", "a whole number, at least 0"),
     ("data.shuffle", "random", "random", FLAG),
     ("data.trust_remote_code", "3", "3", FLAG),
     ("actor_rollout_ref.model.path", "null", "None", "a text"),
     ("actor_rollout_ref.model.trust_remote_code", "yes_please", "yes_please", FLAG),
+    ("actor_rollout_ref.model.lora_rank", "low", "low", "a whole number, at least 0"),
     ("actor_rollout_ref.actor.ppo_mini_batch_size", "two", "two", WHOLE_1),
+    *(
+        (f"actor_rollout_ref.{name}{per_gpu}", given, given, f"null, or {WHOLE_1}")
+        for name in ("actor.ppo_micro_batch_size", "ref.log_prob_micro_batch_size", "rollout.log_prob_micro_batch_size")
+        for per_gpu, given in (("", "-4"), ("_per_gpu", "two"))
+    ),
+    ("actor_rollout_ref.actor.use_dynamic_bsz", "sometimes", "sometimes", FLAG),
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "0", "0", WHOLE_1),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "many", "many", WHOLE_1),
+    ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "null", "None", WHOLE_1),
+    ("actor_rollout_ref.actor.clip_ratio", "null", "None", NOT_NEGATIVE),
+    ("actor_rollout_ref.actor.clip_ratio_low", "-0.2", "-0.2", f"null, or {NOT_NEGATIVE}"),
+    ("actor_rollout_ref.actor.clip_ratio_high", "inf", "inf", f"null, or {NOT_NEGATIVE}"),
+    ("actor_rollout_ref.actor.clip_ratio_c", "1", "1", "a number, greater than 1"),
+    ("actor_rollout_ref.actor.kl_loss_coef", "-0.01", "-0.01", NOT_NEGATIVE),
+    ("algorithm.kl_ctrl.kl_coef", "inf", "inf", NOT_NEGATIVE),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "0", "0", WHOLE_1),
+    ("actor_rollout_ref.ref.ulysses_sequence_parallel_size", "0", "0", WHOLE_1),
+    *((f"actor_rollout_ref.actor.megatron.{of}_parallel_size", "0", "0", WHOLE_1) for of in MEGATRON),
+    *((f"actor_rollout_ref.rollout.{of}_parallel_size", "0", "0", WHOLE_1) for of in ("tensor_model", "data")),
+    *((f"actor_rollout_ref.rollout.{of}_parallel_size", "x", "x", WHOLE_1) for of in ("pipeline_model", "expert")),
+    ("actor_rollout_ref.rollout.gpu_memory_utilization", "0", "0", SHARE),
+    ("actor_rollout_ref.rollout.max_model_len", "abc", "abc", f"null, or {WHOLE_1}"),
+    ("actor_rollout_ref.rollout.nnodes", "-1", "-1", "a whole number, at least 0"),
     ("actor_rollout_ref.actor.ppo_epochs", "0", "0", WHOLE_1),
     ("actor_rollout_ref.actor.optim.lr", "nan", "nan", "a number, at least 0"),
     ("actor_rollout_ref.rollout.n", "0", "0", WHOLE_1),
@@ -80,7 +116,7 @@ VALUES = [
 @pytest.mark.parametrize(("key", "given", "shown", "must_be"), VALUES, ids=[row[0] for row in VALUES])
 def test_a_value_that_cannot_be_is_refused_with_its_key(key: str, given: str, shown: str, must_be: str):
     with pytest.raises(ConfigError) as error:
-        validate(compose_config([*TINY, f"{key}={given}"]))
+        validate(compose_config([*TINY, f"{'++' if 'megatron' in key else ''}{key}={given}"]))
     assert f"{key}={shown}: must be {must_be}" in str(error.value).splitlines()
 
 
@@ -88,10 +124,32 @@ def test_the_table_above_has_every_check():
     assert {row[0] for row in VALUES} == set(value_checks.CHECKS)
 
 
+@pytest.mark.parametrize("size", ["actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size_per_gpu"])
+def test_null_stays_where_verl_fills_it_in(size: str):
+    validate(compose_config([*TINY, f"actor_rollout_ref.{size}=null", "actor_rollout_ref.actor.clip_ratio_low=null"]))
+    validate(compose_config([*TINY, "actor_rollout_ref.rollout.max_model_len=null"]))
+
+
+def test_what_is_computed_from_a_bad_value_is_not_named_as_well():
+    with pytest.raises(ConfigError) as error:
+        validate(compose_config(["model=qwen2.5_3b", "device=gpu", "hardware.sequence_parallel=0"]))
+    assert {line.split("=")[0] for line in str(error.value).splitlines()} == {
+        "hardware.sequence_parallel",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    }
+    with pytest.raises(ConfigError) as error:
+        validate(compose_config([*TINY, "data.max_prompt_length=abc"]))
+    assert str(error.value) == f"data.max_prompt_length=abc: must be {WHOLE_1}"
+
+
+OWN = ("agentopsd", "env", "hardware", "limits")
+
+
 def test_no_setting_of_ours_takes_just_anything():
     """Every leaf of our own sections refuses a value of an impossible kind, by name, before anything is started."""
     composed = compose_config(TINY)
-    sections = {name: OmegaConf.to_container(composed[name], resolve=False) for name in ("agentopsd", "env", "limits")}
+    sections = {name: OmegaConf.to_container(composed[name], resolve=False) for name in OWN}
     accepted = []
     for key in [f"{name}.{leaf}" for name, tree in sections.items() for leaf in leaves(tree)]:
         config = composed.copy()

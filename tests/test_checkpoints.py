@@ -151,6 +151,51 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path: Path, error
     assert names(tmp_path) == ["global_step_1", POINTER]
 
 
+def test_a_write_that_torch_could_not_finish_is_a_full_disk_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def write(folder: Path) -> None:
+        writer(1)(folder)
+        torch.save({"a": torch.ones(300_000)}, "/dev/full")
+
+    with pytest.raises(RuntimeError, match="inline_container") as failed:
+        Checkpoints(tmp_path).save(1, write, {})
+    assert not isinstance(failed.value, CheckpointFailed)
+    free = {True: 4096, False: 2**40}
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[(tmp_path / ".saving").exists()])
+    )
+    with pytest.raises(CheckpointFailed, match=r"no space left for the checkpoint of update 1 in .* \(0 MiB free\)"):
+        Checkpoints(tmp_path).save(1, write, {})
+    assert names(tmp_path) == []
+
+
+LIMITED = """
+    import resource, sys
+    from pathlib import Path
+    import torch
+    from verl.agentopsd import checkpoints as module
+
+    def write(folder):
+        (folder / "global_step_2").mkdir()
+        torch.save({"a": torch.ones(300_000)}, folder / "global_step_2" / "weights.pt")
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
+    try:
+        module.Checkpoints(Path(sys.argv[1])).save(2, write, {})
+    except module.CheckpointFailed as error:
+        print(error)
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path):
+    save(Checkpoints(tmp_path), 1)
+    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "no file may be larger than 0.5 MiB: see ulimit -f). The checkpoint of update 1 is intact" in said
+    assert names(tmp_path) == ["global_step_1", POINTER]
+
+
 def test_too_little_space_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)

@@ -19,7 +19,8 @@ from verl.agentopsd.main import main as run
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^ *```bash\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
-COMMANDS = list(dict.fromkeys(line.strip() for block in BLOCKS for line in block.splitlines() if line.strip()))
+LINES = [line.strip() for block in BLOCKS for line in re.sub(r"\\\n *", "", block).splitlines()]
+COMMANDS = list(dict.fromkeys(line for line in LINES if line))
 
 ELSEWHERE = {
     # command: the test that executes it
@@ -98,6 +99,16 @@ def test_every_other_command_is_executed_by_a_named_test():
         known = [test for start, test in ELSEWHERE.items() if command.startswith(start)]
         assert known, f"nothing executes {command!r}"
         assert (ROOT / "tests" / known[0]).is_file()
+
+
+def test_a_container_keeps_the_run_and_the_models_on_the_host():
+    (command,) = [line for line in COMMANDS if line.startswith("docker run")]
+    words = shlex.split(command)
+    mounted = {words[at + 1].split(":")[1] for at, word in enumerate(words) if word == "-v"}
+    assert "/root/.cache/huggingface" in mounted, "where the image's user keeps what the Hub gave"
+    assert words[words.index("-e") + 1].removeprefix("ALFWORLD_DATA=") in mounted
+    (run_dir,) = [word.removeprefix("run_dir=") for word in words if word.startswith("run_dir=")]
+    assert str(Path(run_dir).parent) in mounted
 
 
 def test_shell_lines_are_shell():

@@ -109,6 +109,29 @@ def test_overrides_reach_the_credit_rule():
         ("env.max_turns=0", "env.max_turns=0: must be a whole number, at least 1"),
         ("env.max_turns=2.5", "env.max_turns=2.5: must be a whole number"),
         ("env.invalid_action_penalty=-0.1", "env.invalid_action_penalty=-0.1: must be a number, at least 0"),
+        ("env.invalid_action_penalty=inf", "env.invalid_action_penalty=inf: must be a number, at least 0 and finite"),
+        ("env.success_reward=inf", "env.success_reward=inf: must be a number, greater than 0 and finite"),
+        ("env.episode_timeout=inf", "env.episode_timeout=inf: must be a number, greater than 0 and finite"),
+        ("agentopsd.distill.coef=inf", "agentopsd.distill.coef=inf: must be a number, at least 0 and finite"),
+        ("agentopsd.distill.pg_coef=inf", "agentopsd.distill.pg_coef=inf: must be a number, at least 0 and finite"),
+        ("agentopsd.distill.beta=inf", "agentopsd.distill.beta=inf: must be a number, greater than 0 and finite"),
+        ("agentopsd.lambda=???", "agentopsd.lambda=???: has no value yet: give one"),
+        ("limits.save=???", "limits.save=???: has no value yet: give one"),
+        ("agentopsd.lambda='${typo}'", "agentopsd.lambda=${typo}: cannot be read (Interpolation key 'typo' not found)"),
+        ("limits.save='${nothing:1}'", "limits.save=${nothing:1}: cannot be read (Unsupported interpolation type noth"),
+        ("agentopsd.gamma='${agentopsd.gamma}'", "agentopsd.gamma=${agentopsd.gamma}: cannot be read (Recursive"),
+        ("algorithm.adv_estimator='${a.b}'", "algorithm.adv_estimator=${a.b}: cannot be read (Interpolation key 'a.b'"),
+        ("+agentopsd.lamda=0.3", "agentopsd.lamda: unknown key, nothing reads it; did you mean agentopsd.lambda?"),
+        ("+agentopsd.distill.coeff=1", "agentopsd.distill.coeff: unknown key, nothing reads it; did you mean agentops"),
+        ("+limits.rollouts=9", "limits.rollouts: unknown key, nothing reads it; did you mean limits.rollout?"),
+        (
+            "+hardware.gpu_per_node=9",
+            "hardware.gpu_per_node: unknown key, nothing reads it; did you mean hardware.gpus",
+        ),
+        ("+env.max_turn=9", "env.max_turn: unknown key, nothing reads it; did you mean env.max_turns?"),
+        ("+env.generated.trian=9", "env.generated.trian: unknown key, nothing reads it; did you mean env.generated.tr"),
+        ("+data.sampling.zzz=9", "data.sampling.zzz: unknown key, nothing reads it; leave it out (known here: strateg"),
+        ("agentopsd.distill=null", "agentopsd.distill=None: must be a section with the keys coef, warmdown_steps"),
         ("env.max_turns_schedule=[[3,10]]", "the first stage must start at 0 finished updates"),
         ("data.sampling.strategy=hard", "data.sampling.strategy=hard: must be one of shuffle, difficulty"),
         ("data.sampling.low=0.95", "data.sampling.low=0.95 must be below data.sampling.high=0.95"),
@@ -127,6 +150,47 @@ def test_overrides_reach_the_credit_rule():
 )
 def test_bad_values_are_refused_with_key_and_remedy(override: str, message: str):
     assert message in refuse(override)
+
+
+MINI, MICRO = "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+LOG_PROB_MICRO = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # the tiny preset: 8 games of 8 episodes an update, 4 games a mini-batch
+        (
+            ["trainer.n_gpus_per_node=3"],
+            "a mini-batch has 4 games × rollout.n 8 = 32 rows, which 3 data-parallel ranks cannot share evenly: "
+            f"change {MINI}",
+        ),
+        ([f"{MICRO}=5"], f"{MICRO}=5 does not divide the 32 rows of a rank: choose a divisor of 32"),
+        # two ranks: 16 rows of a mini-batch each, 32 of the update
+        (
+            ["trainer.n_gpus_per_node=2", f"{MICRO}=32", f"{LOG_PROB_MICRO}=64"],
+            f"{MICRO}=32 does not divide the 16 rows of a rank: choose a divisor of 16\n"
+            f"{LOG_PROB_MICRO}=64 does not divide the 32 rows of a rank: choose a divisor of 32",
+        ),
+    ],
+)
+def test_rows_that_do_not_come_out_even_are_refused(overrides: list[str], message: str):
+    assert refuse(*overrides) == message
+
+
+def test_rows_that_come_out_even_pass():
+    checks.validate(compose_config([*TINY, "trainer.n_gpus_per_node=2", f"{MICRO}=16", f"{LOG_PROB_MICRO}=32"]))
+    dynamic = ["actor_rollout_ref.actor.use_dynamic_bsz=true", f"{MICRO}=5"]
+    checks.validate(compose_config([*TINY, *dynamic]))  # tokens are counted there, not rows
+
+
+def test_what_refers_to_an_unreadable_key_is_not_named_as_well():
+    assert refuse("env.seed='${typo}'").count("\n") == 0
+    assert refuse("env.seed=???", "agentopsd.bound=3").count("\n") == 0
+
+
+def test_an_environment_that_is_not_shipped_may_have_keys_of_its_own():
+    checks.validate(compose_config([*TINY, "env.name=guess", "+env.highest=20"]))
 
 
 def test_all_problems_are_reported_at_once():

@@ -144,4 +144,6 @@ def test_a_missing_group_is_refused(tmp_path: Path):
 def test_the_teacher_s_answer_is_checked_too(tmp_path: Path, values: torch.Tensor, message: str):
     with pytest.raises(ContractViolation, match=message):
         check_teacher({ONE.key: ONE}, {ONE.key: values}, 5, tmp_path)
+    dump = json.loads((tmp_path / "contract-violation.json").read_text())
+    assert torch.equal(torch.tensor(dump["teacher_log_probs"]).nan_to_num(7), values.nan_to_num(7))
     check_teacher({ONE.key: ONE}, {ONE.key: torch.tensor([0, 0, torch.nan, 0, 0, 0])}, 5, tmp_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
-from verl.agentopsd.credited import credit_episodes, evenly
+from verl.agentopsd.credited import credit_episodes, evenly, shuffled
 from verl.agentopsd.episodes import Episode
 from verl.agentopsd.methods import METHODS
 
@@ -126,3 +128,74 @@ def test_the_control_deals_an_episode_its_own_evidence(granularity: str, evidenc
         assert torch.equal(dealt.evidence.sort(-1).values, straight.evidence.sort(-1).values)
         assert torch.equal(dealt.turn_mask, straight.turn_mask)
     assert any(not torch.equal(dealt.evidence, straight.evidence) for dealt in found)
+
+
+def dealt(rows: list[Episode], *seed: int) -> torch.Tensor:
+    ids = torch.full((len(rows), max(len(row.response_ids) for row in rows)), -1)
+    for one, row in zip(ids, rows, strict=True):
+        one[: len(row.response_ids)] = row.turn_ids()
+    return shuffled(rows, ids, seed)
+
+
+LONG = [(start, start + 1) for start in range(0, 24, 2)]
+
+
+def long_episode(key: str) -> Episode:
+    return episode(key, LONG, 24)
+
+
+def test_the_order_of_the_control_stays_within_the_turns_of_an_episode():
+    """Three, two and one turn: what is behind an episode's last turn stays where it is."""
+    for seed in range(20):
+        order = dealt(ROWS, seed, 1).tolist()
+        assert [sorted(order[0]), sorted(order[1][:2]), order[2][:1]] == [[0, 1, 2], [0, 1], [0]]
+        assert [order[1][2:], order[2][1:]] == [[2], [1, 2]]
+
+
+def test_every_order_of_the_control_is_equally_likely():
+    """Three turns have six orders; 100 of 600 draws each, standard deviation 9."""
+    seen = Counter(tuple(dealt(ROWS[:1], seed, 1)[0].tolist()) for seed in range(600))
+    assert len(seen) == 6 and all(60 <= count <= 140 for count in seen.values())
+
+
+def test_the_order_of_the_control_depends_on_seed_update_and_episode():
+    one = long_episode("000001-0000_0_0")
+    first = dealt([one], 0, 1)
+    assert torch.equal(first, dealt([one], 0, 1))
+    others = [
+        dealt([one], 1, 1),  # another seed
+        dealt([one], 0, 2),  # another update
+        dealt([long_episode("000001-0000_1_0")], 0, 1),  # another sample of the game
+        dealt([long_episode("000001-0001_0_0")], 0, 1),  # another game
+    ]
+    # of 12! orders: two that are equal by chance are not seen in a lifetime
+    assert len({tuple(order[0].tolist()) for order in (first, *others)}) == 5
+
+
+def test_the_order_of_the_control_is_the_same_in_every_process():
+    """Python's own hash of a text differs from process to process."""
+
+    class Text(str):
+        __hash__ = None  # type: ignore[assignment]
+
+    assert torch.equal(dealt([long_episode(Text("k"))], 0, 1), dealt([long_episode("k")], 0, 1))
+
+
+def test_the_control_does_not_depend_on_the_other_rows_or_their_order():
+    rows = [*ROWS, *(long_episode(f"000001-0001_{sample}_0") for sample in range(3))]
+    together = {row.key: order for row, order in zip(rows, dealt(rows, 0, 1), strict=True)}
+    for row, order in zip(rows[::-1], dealt(rows[::-1], 0, 1), strict=True):
+        assert torch.equal(order, together[row.key])
+    for row in rows:
+        alone = dealt([row], 0, 1)[0]
+        assert torch.equal(alone, together[row.key][: len(alone)])
+
+    def advantages(rows: list[Episode]) -> dict[str, torch.Tensor]:
+        teacher = {row.key: row.old_log_probs + torch.linspace(-1, 2, len(row.response_ids)) ** 2 for row in rows}
+        each = [1.0] * len(rows)
+        given = (rows, each, [0.5] * len(rows), teacher, METHODS["agentopsd"], CreditConfig())
+        return {one.episode.key: one.token_advantages for one in credit_episodes(*given, shuffle_seed=[0, 1])[0]}
+
+    forward, backward = advantages(rows), advantages(rows[::-1])
+    assert forward.keys() == backward.keys()
+    assert all(torch.equal(forward[key], backward[key]) for key in forward)

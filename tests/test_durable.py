@@ -37,6 +37,8 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
         "val_before_train": True,
         "resume_mode": "auto",
         "resume_from_path": None,
+        "nnodes": 1,
+        "n_gpus_per_node": 1,
     }
     made.config = OmegaConf.create({"run_dir": str(tmp_path), "trainer": settings, "limits": {"save": 60}})
     made.checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
@@ -45,6 +47,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DurableTrainer:
     made._before_update = made._run_state()
     made.train_dataloader = SimpleNamespace(state_dict=lambda: {"batches": 4})
     made.global_steps, made._completed = 4, 3
+    made.actor_rollout_wg = SimpleNamespace(workers=[])
     return made
 
 

@@ -31,6 +31,16 @@ def test_lost_episodes_are_named_and_a_few_are_tolerated(tmp_path: Path):
     assert lines[0]["error"] == "step: KeyError: 'x'" and lines[0]["trace"].endswith("KeyError: 'x'\n")
 
 
+def test_a_line_that_a_kill_tore_spoils_no_other(tmp_path: Path):
+    file = tmp_path / FILE_NAME
+    file.write_text('{"step": 6}\n{"step": 6, "ga')
+    report_faults(episodes(1, 4), step=7, max_share=1, run_dir=tmp_path)
+    report_faults(episodes(1, 4), step=8, max_share=1, run_dir=tmp_path)
+    first, torn, *added = file.read_text().splitlines()
+    assert (first, torn) == ('{"step": 6}', '{"step": 6, "ga')
+    assert [json.loads(line)["step"] for line in added] == [7, 8]
+
+
 @pytest.mark.parametrize(("lost", "share"), [(2, 0.25), (1, 0.0), (4, 1.0)])
 def test_more_than_the_share_stops_the_run_with_the_first_trace(tmp_path: Path, lost: int, share: float):
     with pytest.raises(EnvironmentsFailed) as error:

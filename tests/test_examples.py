@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import ClientError
 from omegaconf import OmegaConf
+from ray.job_submission import JobStatus
 
 from verl.agentopsd import run_guard, submit
+from verl.agentopsd.config import has_teacher, method_of
 from verl.agentopsd.main import compose_config
+from verl.agentopsd.methods import METHODS as METHOD_RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -190,9 +197,50 @@ def test_arguments_arrive_as_they_were_given(checkout: Path, script: str):
     assert overrides(checkout)[-len(TRICKY) - 1 :] == [*TRICKY, "--dry-run"]
 
 
+@pytest.mark.parametrize(("gpus", "preset"), [(0, ["model=tiny"]), (8, ["model=qwen2.5_3b"])])
+def test_the_baseline_trains_grpo_and_is_the_same_run_otherwise(checkout: Path, gpus: int, preset: list[str]):
+    """GRPO: an advantage divided by the group's deviation, one per episode, and nobody who rereads."""
+    if gpus:
+        with_gpus(checkout, gpus)
+    assert run(checkout, "alfworld_grpo.sh").returncode == 0
+    config = compose_config([*overrides(checkout), "run_dir=x"])
+    assert config.algorithm.adv_estimator == "grpo" and config.algorithm.norm_adv_by_std_in_grpo is True
+    assert method_of(config) is METHOD_RULES["grpo"] and not has_teacher(config)
+    assert values(overrides(checkout)) == values([*preset, f"device={'gpu' if gpus else 'cpu'}", "method=grpo"])
+
+
 def test_the_exit_code_is_the_runs(checkout: Path):
     fake_python(checkout, then="exit 3")
     assert run(checkout, "alfworld_agentopsd.sh").returncode == 3
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpus", "machine"), [(0, ["device=cpu"]), (4, ["device=gpu", "trainer.n_gpus_per_node=4"])])
+def test_an_evaluation_gets_the_machine_the_model_and_the_options(checkout: Path, gpus: int, machine: list[str]):
+    if gpus:
+        with_gpus(checkout, gpus)
+    given = ["outputs/a run", "--panel", "valid_unseen", "--temperature", "0.4", "env.max_turns=5"]
+    assert run(checkout, "alfworld_eval.sh", *given).returncode == 0
+    assert calls(checkout) == [["-m", "verl.agentopsd.evaluate", *machine, *given]]
+
+
+def test_an_evaluation_without_arguments_leaves_the_model_to_the_command(checkout: Path):
+    fake_python(checkout, then="exit 3")
+    assert run(checkout, "alfworld_eval.sh").returncode == 3, "the evaluation's exit code"
+    assert calls(checkout) == [["-m", "verl.agentopsd.evaluate", "device=cpu"]]
+
+
+def test_the_evaluation_s_own_help(checkout: Path):
+    """The real command behind the script: it knows the options that the script's header shows."""
+    program(checkout / "scripts" / "install.sh", f"echo {sys.executable}")
+    done = run(checkout, "alfworld_eval.sh", "--help", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert done.returncode == 0, done.stderr
+    header = (ROOT / "examples" / "alfworld_eval.sh").read_text().split("set -euo")[0]
+    shown = set(re.findall(r" (--[a-z]+)", header))
+    assert shown >= {"--panel", "--samples", "--resume"}
+    assert [option for option in shown if option not in done.stdout] == []
 
 
 # -- Ray jobs ----------------------------------------------------------------------------------------------------------
@@ -215,14 +263,23 @@ def test_the_scripts_arguments_reach_the_submission(checkout: Path):
 
 def test_a_dry_run_prints_the_runtime_environment_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "key-of-the-user")
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setenv("UNRELATED", "x")
+    passed = {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_IB_HCA": "mlx5_0",
+        "NCCL_NET_GDR_LEVEL": "PHB",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "MLFLOW_TRACKING_USERNAME": "who",
+        "VERL_FILE_LOGGER_ROOT": "/shared/log",
+    }
+    for name, value in {**passed, "NCCL_NET": "", "UNRELATED": "x"}.items():
+        monkeypatch.setenv(name, value)
     code = submit.main(["--root", str(ROOT), "--address", "http://x", "--dry-run", "1", "--", "run_dir=/shared/a"])
     printed = capsys.readouterr().out
     shown, end = json.JSONDecoder().raw_decode(printed)
     assert code == 0 and "key-of-the-user" not in printed
-    assert shown["env_vars"]["WANDB_API_KEY"] == "…" and shown["env_vars"]["NCCL_DEBUG"] == "WARN"
-    assert "UNRELATED" not in shown["env_vars"]
+    assert shown["env_vars"]["WANDB_API_KEY"] == "…"
+    assert {name: shown["env_vars"].get(name) for name in passed} == passed
+    assert not {"UNRELATED", "NCCL_NET"} & set(shown["env_vars"]), "what is not ours, and what is set to nothing"
     assert shown["working_dir"] == str(ROOT) and {"verl", "agentopsd_config", ".git"} <= set(shown["excludes"])
     assert printed[end:].strip().endswith("-m verl.agentopsd.main run_dir=/shared/a")
     # the job itself gets the real value
@@ -240,10 +297,88 @@ def test_no_cluster_is_one_sentence(capsys):
     assert "error: no Ray cluster answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
+class Head:
+    """A cluster whose streams break off: each is the text it sends and what it ends with, the log is sent from its
+    beginning. ``broken`` says how often the job's state cannot be asked for."""
+
+    def __init__(self, streams: list[tuple[str, Exception | None]], log: str, broken: int = 0) -> None:
+        self.streams, self.log, self.broken, self.followed = streams, log, broken, 0
+
+    async def tail_job_logs(self, job: str):
+        text, failure = self.streams[min(self.followed, len(self.streams) - 1)]
+        self.followed += 1
+        for start in range(0, len(text), 5):
+            yield text[start : start + 5]
+        if failure:
+            raise failure
+
+    def get_job_info(self, job: str):
+        if self.broken:
+            self.broken -= 1
+            raise ConnectionError("nobody answers")
+        over = self.followed >= len(self.streams)
+        return SimpleNamespace(status=JobStatus.FAILED if over else JobStatus.RUNNING, driver_exit_code=7)
+
+    def get_job_logs(self, job: str) -> str:
+        return self.log
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited, none of which pass."""
+    waited: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(submit.asyncio, "sleep", note)
+    return waited
+
+
+LOG = "update 1\nupdate 2\nerror: no more\n"
+
+
+def test_output_that_breaks_off_is_followed_again_and_shown_once(capsys, waits: list[float]):
+    """By an error, by a quiet end, by an end before the last line: all of the log, each line once, in order."""
+    streams = [(LOG[:12], RuntimeError("1006")), ("", None), (LOG[:3], ClientError("reset")), (LOG[:20], None)]
+    info = asyncio.run(submit._follow(Head(streams, LOG, broken=1), "job"))
+    assert (info.status, info.driver_exit_code) == (JobStatus.FAILED, 7)
+    assert capsys.readouterr().out == LOG
+    assert len(waits) == 3 and max(waits) <= submit.LONGEST_WAIT
+
+
+def test_output_that_stays_away_is_given_up_in_one_sentence(capsys, waits: list[float], monkeypatch):
+    head = Head([("up", OSError("unreachable"))] * 100, LOG)
+    with pytest.raises(submit.Lost, match="the output of job broke off 12 times in a row: unreachable"):
+        asyncio.run(submit._follow(head, "job"))
+    assert head.followed == 12
+    assert 180 < sum(waits) < 300, "a head that restarts is waited for"
+
+    def lost(*arguments) -> int:
+        raise submit.Lost("the output of j broke off")
+
+    monkeypatch.setattr(submit, "submit", lost)
+    assert submit.main(["--root", ".", "--address", "http://x", "--", "run_dir=/tmp/x"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: the output of j broke off\n  the job may go on")
+
+
+def test_a_job_whose_log_is_gone_has_ended_all_the_same(waits: list[float]):
+    head = Head([("", RuntimeError("no agent"))], LOG)
+    head.get_job_logs = lambda job: (_ for _ in ()).throw(RuntimeError("no agent"))
+    assert asyncio.run(submit._follow(head, "job")).status == JobStatus.FAILED and waits == []
+
+
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 # srun [options] COMMAND...: here, on this machine
-SRUN = """while [[ "$1" == -* ]]; do if [[ "$1" == -w ]]; then shift 2; else shift; fi; done
+# a step without --cpus-per-task gets one core, whatever the allocation has
+SRUN = """cores=1
+while [[ "$1" == -* ]]; do
+  case "$1" in -w) shift ;; --cpus-per-task=*) cores="${1#*=}" ;; esac
+  shift
+done
+echo "srun $cores cores: $1" >> "$LOG"
 exec "$@"
 """
 # 'start' runs until it is ended, as with --block; the head answers once it was started
@@ -303,7 +438,7 @@ def log(checkout: Path) -> list[str]:
 def test_slurm_starts_the_head_then_workers_then_the_run_and_stops_all(slurm: Path):
     done = sbatch(slurm, "model=qwen2.5_7b", "trainer.experiment_name=a=b c", RUN_CODE="5")
     assert done.returncode == 5, done.stderr
-    lines = [line for line in log(slurm) if not line.startswith("ray status")]
+    lines = [line for line in log(slurm) if not line.startswith(("ray status", "srun "))]
     assert lines[0] == "ray get-auth-token --generate"
     assert lines[1].startswith("ray start --head --node-ip-address=10.0.0.1 --port=6379 --num-gpus=8")
     assert lines[2].startswith("ray start --address=10.0.0.1:6379 --num-gpus=8")
@@ -313,9 +448,16 @@ def test_slurm_starts_the_head_then_workers_then_the_run_and_stops_all(slurm: Pa
     assert "2 nodes joined" in done.stderr
 
 
+def test_slurm_s_steps_get_the_cores_that_ray_counts(slurm: Path):
+    assert sbatch(slurm, SLURM_CPUS_PER_TASK="24").returncode == 0
+    steps = [line for line in log(slurm) if line.startswith("srun ")]
+    assert steps == ["srun 24 cores: hostname", "srun 24 cores: ray", "srun 24 cores: ray"]
+    assert sum("--num-cpus=24 " in line for line in log(slurm)) == 2
+
+
 def test_slurm_says_when_a_node_does_not_join(slurm: Path):
-    done = sbatch(slurm, NODES_SEEN="1", AGENTOPSD_JOIN_SECONDS="1")
-    assert done.returncode == 1 and "only 1 of 2 nodes joined within 1 s" in done.stderr
+    done = sbatch(slurm, NODES_SEEN="1", AGENTOPSD_JOIN_SECONDS="5")
+    assert done.returncode == 1 and "only 1 of 2 nodes joined within 5 s" in done.stderr
     assert not any(line.startswith("run ") for line in log(slurm)) and "head ended" in log(slurm)
 
 

@@ -56,6 +56,35 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(alfworld_data: Path, o
         look(config(alfworld_data, override))
 
 
+def dynamic(tokens: int) -> list[str]:
+    """Micro-batches that are packed up to so many tokens; the tiny preset's rollout has 384 + 1536 = 1920."""
+    return [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+    ]
+
+
+def test_a_rollout_longer_than_a_dynamic_micro_batch_is_refused(alfworld_data: Path):
+    with pytest.raises(ConfigError) as refused:
+        look(config(alfworld_data, *dynamic(1919)))
+    assert str(refused.value) == (
+        "actor_rollout_ref.rollout.max_model_len=1920 (prompt 384 + response 1536), but a dynamic micro-batch holds "
+        "1919 tokens: lower data.max_response_length to 1535, or raise "
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+    )
+
+
+def test_a_teacher_s_row_longer_than_a_dynamic_micro_batch_is_refused(alfworld_data: Path):
+    """The skill comes on top: a budget of exactly the longest row passes, one token less does not."""
+    longest = int(look(config(alfworld_data, *dynamic(4000))).split("; row ")[1].split()[0])
+    assert 1536 < longest < 2048
+    fits = max(longest, 1920)
+    assert f"row {longest} of {fits}" in look(config(alfworld_data, *dynamic(fits)))
+    skills = "agentopsd.teacher.skills=alfworld"
+    with pytest.raises(ConfigError, match=r"the teacher's row of .* = \d+ tokens, but a row may have 1920; privileged"):
+        look(config(alfworld_data, *dynamic(1920), skills))
+
+
 def texts(tmp_path: Path, content: dict[str, str]) -> list[str]:
     file = tmp_path / "texts.json"
     file.write_text(json.dumps(content))

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from verl.agentopsd import run_guard
 from verl.agentopsd.checkpoints import CheckpointFailed
 from verl.agentopsd.evaluation.records import RecordError, RecordWriter
-from verl.agentopsd.main import compose_config, prepare, take_options
+from verl.agentopsd.main import GROUPS, compose_config, config_group, prepare, take_options
 from verl.agentopsd.run_guard import ConfigChanged, RunDirLocked, UnsafeCheckpoint
 from verl.agentopsd.task_runner import write_run_files
 
@@ -100,6 +100,29 @@ def test_a_schedule_is_no_detail(run_dir: Path, override: str, line: str):
         run_guard.check_unchanged(config(run_dir, override))
 
 
+def test_an_override_of_a_key_that_usually_repeats_another_is_not_dropped(run_dir: Path):
+    started = config(run_dir, "data.seed=7")
+    OmegaConf.resolve(started)
+    write_run_files(started)
+    run_guard.check_unchanged(config(run_dir, "data.seed=7"))
+    with pytest.raises(ConfigChanged, match=r"settings:\n  data.seed: 7 -> 0\nGive the old values"):
+        run_guard.check_unchanged(config(run_dir))
+
+
+PRESETS = [f"{group}={choice}" for group in GROUPS for choice in config_group(group)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_resumed_with_the_same_settings(tmp_path: Path, preset: str):
+    overrides = [preset, f"run_dir={tmp_path}"]
+    (tmp_path / "checkpoints" / "global_step_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    made = compose_config(overrides)
+    start = OmegaConf.create(OmegaConf.to_container(made, resolve=True))
+    OmegaConf.save(start, tmp_path / "config.yaml")
+    run_guard.check_unchanged(made)
+
+
 def test_an_allowed_change_passes_by_key_and_by_section(run_dir: Path):
     changed = config(run_dir, "agentopsd.lambda=0.3", "env.seed=7")
     run_guard.check_unchanged(changed, ["agentopsd", "env.seed"])
@@ -141,6 +164,23 @@ def test_records_without_a_checkpoint_are_not_deleted_by_another_run(run_dir: Pa
         run_guard.check_unchanged(config(run_dir, "agentopsd.lambda=0.3"))
     with pytest.raises(ConfigChanged, match="holds a finished run of 2 updates and no checkpoint of it"):
         run_guard.check_unchanged(config(run_dir, "trainer.total_training_steps=2"))
+
+
+def test_checkpoints_without_a_pointer_are_no_start_from_nothing(run_dir: Path):
+    pointer, metrics = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt", run_dir / "metrics.jsonl"
+    pointer.unlink()
+    metrics.write_text('{"step": 3, "data": {}}\n')  # killed before update 4 was complete
+    made = config(run_dir)
+    run_guard.check_unchanged(made)
+    metrics.write_text('{"step": 3, "data": {}}\n{"step": 4, "data": {}}\n{"step": 5, "data": {}}\n')
+    with pytest.raises(CheckpointFailed, match=rf"^{pointer} is missing, .* metrics of 5 .*: write one of \[4\] into"):
+        run_guard.check_unchanged(made)
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(CheckpointFailed, match=r"write one of \[4\]"):
+        run_guard.check_unchanged(made)
+    for mode in ("disable", "resume_path"):
+        made.trainer.resume_mode = mode
+        run_guard.check_unchanged(made)
 
 
 def test_the_settings_so_far_are_kept_beside_the_new_ones(run_dir: Path):
@@ -185,6 +225,44 @@ def test_a_checkpoint_that_would_run_code_is_refused(run_dir: Path):
     with pytest.raises(UnsafeCheckpoint, match=r"data.pt asks for posix.system, .*set trust_checkpoint=true"):
         run_guard.check_checkpoint(config(run_dir))
     run_guard.check_checkpoint(config(run_dir, "trust_checkpoint=true"))
+
+
+def test_a_function_behind_the_name_of_a_module_of_torch_is_refused(run_dir: Path):
+    file = run_dir / "checkpoints" / "global_step_4" / "data.pt"
+    payload = b"\x80\x04ctorch.distributed.tensor._api\ntorch.os.system\nX\x04\x00\x00\x00true\x85R."
+    writer = torch._C.PyTorchFileWriter(str(file))
+    writer.write_record("data.pkl", payload, len(payload))
+    writer.write_end_of_file()
+    with pytest.raises(UnsafeCheckpoint, match=r"asks for torch.distributed.tensor._api.torch.os.system, which"):
+        run_guard.check_checkpoint(config(run_dir))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("model_world_size_1_rank_0.pt", cut),
+        ("model_world_size_1_rank_0.pt", lambda file: file.write_bytes(b"")),
+        ("model_world_size_1_rank_0.pt", lambda file: file.write_bytes(b"weights" * 99)),
+        ("huggingface/config.json", lambda file: file.write_text('{"hidden_size": 12')),
+        ("huggingface/config.json", lambda file: file.write_text("3")),
+        ("fsdp_config.json", lambda file: file.write_bytes(b"\xff")),
+    ],
+)
+def test_a_damaged_file_is_one_sentence_with_the_other_checkpoints(run_dir: Path, name: str, spoil):
+    actor = run_dir / "checkpoints" / "global_step_4" / "actor"
+    spoil(actor / name)
+    more = ["trainer.n_gpus_per_node=2"] if name == "fsdp_config.json" else []
+    made = config(run_dir, *more)
+    with pytest.raises(CheckpointFailed, match=rf"{name} is damaged \(.+\); there is no other checkpoint beside it: "):
+        run_guard.check_checkpoint(made)
+    other = run_dir / "checkpoints" / "global_step_2"
+    other.mkdir()
+    with pytest.raises(CheckpointFailed, match=rf"are of the updates \[2\]: .*trainer.resume_from_path={other}$"):
+        run_guard.check_checkpoint(made)
 
 
 def test_a_checkpoint_that_is_asked_for_by_path_is_checked_like_the_latest(run_dir: Path):
@@ -236,10 +314,13 @@ def test_episodes_that_will_be_played_again_are_dropped(tmp_path: Path):
             (tmp_path / folder / f"{step:06d}.jsonl").touch()
     (tmp_path / "rollouts" / "mine.jsonl").touch()
     (tmp_path / "validation" / "000003-with-skill.jsonl").touch()
+    faults = tmp_path / "env-errors.jsonl"
+    faults.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2, "ga')
     assert run_guard.drop_later(tmp_path, 2) == 3
+    assert faults.read_text() == '{"step": 1}\n{"step": 2}\n'
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["000000.jsonl", "000001.jsonl", "000002.jsonl", "mine.jsonl"]
-    assert run_guard.drop_later(tmp_path, 0) == 6
+    assert run_guard.drop_later(tmp_path, 0) == 6 and faults.read_text() == ""
 
 
 def test_the_option_takes_a_value_in_both_forms():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -251,11 +253,64 @@ def test_a_cluster_that_does_not_answer(monkeypatch):
 
 
 def test_a_name_that_other_nodes_cannot_reach(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(resources.socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(resources.socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert resources._network(1).level is Level.OK
-    finding = resources._network(2)
-    assert finding.level is Level.WARNING and "other nodes cannot reach it" in finding.text
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert resources._network(2) == ok("network", "node7 listens at 127.0.1.1"), "the nodes have met already"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert resources._network(1) == ok("network", "node7 listens at 127.0.1.1"), "one node meets nobody"
+    assert resources._network(2) == warning(
+        "network",
+        "the name of this machine, node7, stands for 127.0.1.1, where other nodes cannot reach it: give it its network "
+        "address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+    )
+
+
+def test_a_name_without_an_address(monkeypatch):
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(resources.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(resources.socket, "gethostbyname", unknown)
+    assert resources._network(1) == warning(
+        "network", "the name of this machine, node7, has no address: add it to /etc/hosts, or workers cannot meet"
+    )
+
+
+def test_an_address_that_this_machine_does_not_have(monkeypatch):
+    """Nobody has an address of 192.0.2.0/24 (RFC 5737)."""
+    monkeypatch.setattr(resources.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(resources.socket, "gethostbyname", lambda name: "192.0.2.1")
+    assert resources._network(1) == Finding(
+        Level.ERROR,
+        "network",
+        "node7 (192.0.2.1) refuses to listen on a free port: [Errno 99] Cannot assign requested address",
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "finding"),
+    [
+        (
+            64 * 2**20,  # Docker's
+            warning(
+                "shared memory",
+                "/dev/shm has 0.06 GiB: Ray's object store becomes slow; docker run --shm-size=16g",
+            ),
+        ),
+        (2 * GIB, ok("shared memory", "/dev/shm 2 GiB")),
+        (None, Finding(Level.UNCHECKED, "shared memory", "no /dev/shm")),
+    ],
+)
+def test_shared_memory(size: int | None, finding: Finding, monkeypatch):
+    def usage(path: str) -> SimpleNamespace:
+        assert path == "/dev/shm"
+        if size is None:
+            raise FileNotFoundError(path)
+        return SimpleNamespace(total=size, used=0, free=size)
+
+    monkeypatch.setattr(resources.shutil, "disk_usage", usage)
+    assert resources._shared_memory() == finding
 
 
 def test_disk_for_checkpoints(tmp_path: Path, monkeypatch):
@@ -432,6 +487,39 @@ def test_games_of_the_old_wording_are_not_called_in_order(alfworld_data: Path, t
     config = small(tmp_path, "model=tiny", "device=cpu", "actor_rollout_ref.actor.ppo_mini_batch_size=1", *few)
     with pytest.raises(GameFileError, match='old "put X in/on Y" wording'):
         games.load(config)
+
+
+def incomplete_skills(folder: Path) -> Path:
+    """The tiny model's skills without two of the six task types."""
+    shutil.copytree(ROOT / "verl" / "agentopsd" / "skills" / "alfworld_tiny", folder)
+    for kind in ("look_at_obj_in_light", "pick_two_obj_and_place"):
+        (folder / f"{kind}.md").unlink()
+    return folder
+
+
+def test_a_skill_that_is_missing_for_a_task_type_is_an_error(alfworld_data: Path, tmp_path: Path):
+    folder = incomplete_skills(tmp_path / "few")
+    report = examine(small(alfworld_data, "model=tiny", "device=cpu", f"agentopsd.teacher.skills={folder}"))
+    assert report.exit_code == 1
+    assert texts(report.findings, Level.ERROR) == [
+        f"skill file {folder}/look_at_obj_in_light.md is missing: write it, or choose another skill set"
+    ]
+
+
+def test_a_skill_that_may_be_missing_is_a_warning(alfworld_data: Path, tmp_path: Path):
+    folder = incomplete_skills(tmp_path / "few")
+    general = "agentopsd.teacher.on_missing_skill=general"
+    config = small(alfworld_data, "model=tiny", "device=cpu", f"agentopsd.teacher.skills={folder}", general)
+    material, findings = games.load(config)
+    said = [finding for finding in findings if finding.subject == "skills"]
+    assert said == [
+        warning(
+            "skills",
+            f"{folder}: no text of their own for look_at_obj_in_light, pick_two_obj_and_place; they get the general "
+            "skill",
+        ),
+        ok("skills", f"{folder} ({material.bank.hash}): 4 of 6 task types"),
+    ]
 
 
 def test_it_takes_seconds_and_starts_nothing(alfworld_data: Path):

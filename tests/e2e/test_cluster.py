@@ -22,9 +22,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from stack import MARK, SMALL, Run, command, environment, left_behind
 
 from verl.agentopsd.checkpoints import latest_step
+from verl.agentopsd.config import TINY_MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -183,6 +185,22 @@ def test_a_run_over_two_nodes_is_the_run_on_one(over_two_nodes: Run, run: Run):
     assert two.metrics[1]["rollout/logprob_gap_abs_max"] < 1e-4
 
 
+def test_both_ranks_together_learn_what_one_learns(over_two_nodes: Run, run: Run):
+    """The merged parameters after an update of two optimizer steps, of about the learning rate each."""
+    from transformers import AutoModelForCausalLM
+
+    start = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).state_dict()
+    two, one = over_two_nodes.checkpoint(1), run.checkpoint(1)
+    assert two.keys() == one.keys() and {name: value.shape for name, value in two.items()} == {
+        name: value.shape for name, value in one.items()
+    }
+    moved, apart = (torch.cat([(a[name] - b[name]).flatten() for name in one]) for a, b in ((one, start), (two, one)))
+    print(f"moved {moved.abs().max():.2e}, apart {apart.abs().max():.2e}, {(apart.norm() / moved.norm()):.2e} of it")
+    print("gradient norms", run.metrics[1]["actor/grad_norm"], over_two_nodes.metrics[1]["actor/grad_norm"])
+    for limit in (1e-7, 1e-6, 2e-6, 1e-5, 1e-4):
+        print(limit, float((apart.abs() > limit).float().mean()))
+
+
 def test_every_node_trains_and_samples(over_two_nodes: Run, cluster: Cluster):
     """What Ray itself remembers of the run's actors: a training rank and a server on each of the two nodes."""
     actors = json.loads(cluster.ray("list", "actors", "--detail", "--format=json", "--limit=1000"))
@@ -265,6 +283,41 @@ def test_a_job_without_the_token_is_refused_in_one_sentence(submit: Callable[...
     errors = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "does not take the job: Authentication required" in errors[0], done.output
     assert "Traceback" not in done.output
+
+
+def test_a_job_whose_driver_is_killed_leaves_no_process(submit: Callable[..., tuple[Run, str]], cluster: Cluster):
+    """SIGKILL in the middle of an update, on both nodes; the cluster goes on."""
+    done, job = submit(
+        *("--no-wait", "trainer.total_training_steps=50", "trainer.nnodes=2", "trainer.n_gpus_per_node=1"), timeout=120
+    )
+    assert done.returncode == 0, done.output
+    log = lambda: cluster.ray("job", "logs", job)  # noqa: E731
+    wait_for(
+        "the update of the weights, on two nodes",
+        lambda: sum("update_actor" in title for title in cluster.workers()) == 2,
+        *(300, log),
+    )
+    (driver,) = drivers(cluster, done.directory)
+    driver.kill()
+    gone(cluster, done.directory)
+    assert "FAILED" in wait_for("the end of the job", lambda: over(cluster, job), PROMISED_SECONDS)
+    assert len(nodes_of(cluster)) == 2
+
+
+def drivers(cluster: Cluster, directory: Path) -> list[psutil.Process]:
+    """The processes that run the job's command, without the shell around it, whose command line is one word."""
+    found = []
+    for process in marked(cluster.home):
+        with contextlib.suppress(psutil.Error):
+            if f"run_dir={directory}" in process.cmdline():
+                found.append(process)
+    return [process for process in found if process.ppid() not in {other.pid for other in found}]
+
+
+def over(cluster: Cluster, job: str) -> str:
+    """What ``ray job status`` says of a job that has ended, and nothing before."""
+    said = cluster.ray("job", "status", job)
+    return said if any(word in said for word in ("FAILED", "STOPPED", "SUCCEEDED")) else ""
 
 
 def test_a_stopped_job_completes_its_update_saves_and_goes(submit: Callable[..., tuple[Run, str]], cluster: Cluster):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,19 @@ def test_every_line_is_in_the_file_as_soon_as_it_is_written(tmp_path) -> None:
     writer.write(record("a"))
     assert [r.game_id for r in read_records(tmp_path / "r.jsonl")] == ["a"]
     writer.close()
+
+
+def test_a_closed_file_and_its_name_are_on_disk(tmp_path, monkeypatch) -> None:
+    path, synced = tmp_path / "a.jsonl", []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), path.stat()))
+    )
+    with RecordWriter(path) as writer:
+        writer.write(record())
+    assert [name for name, _ in synced] == [str(path), str(tmp_path)]
+    assert synced[0][1].st_size == path.stat().st_size > 0
+    writer.close()
+    assert len(synced) == 2
 
 
 def test_an_existing_file_is_not_touched_without_a_flag(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.agentopsd.config import credit_config
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
+from verl.agentopsd.main import compose_config
 from verl.agentopsd.methods import METHODS
 from verl.agentopsd.methods.base import even_credit
 from verl.agentopsd.methods.rlsd import rlsd_credit
@@ -82,6 +85,15 @@ def test_step_opsd_forgets_what_came_before():
         assert torch.equal(one.advantages, other.advantages)
     full = agentopsd_credit(A, D, TURNS, RATE, CreditConfig())
     assert not torch.equal(full.advantages, other.advantages)
+
+
+def test_step_opsd_is_agentopsd_without_recursion():
+    """``method=step_opsd`` and ``method=agentopsd_no_recursion``: one rule with the same constants."""
+    step, ablation = (compose_config([f"method={name}"]) for name in ("step_opsd", "agentopsd_no_recursion"))
+    one = step_credit(A, D, TURNS, RATE, credit_config(step))
+    other = agentopsd_credit(A, D, TURNS, RATE, credit_config(ablation))
+    for field in dataclasses.fields(one):
+        assert torch.equal(getattr(one, field.name), getattr(other, field.name)), field.name
 
 
 def test_methods_with_a_loss_term_leave_a_alone():

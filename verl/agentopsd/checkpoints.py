@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,14 +103,15 @@ class Checkpoints:
             _require_all_shards(complete)
             _sync_tree(complete)
         except Exception as error:
+            full, message = out_of_space(error, self.folder), self._no_space(step)  # before the half-written one goes
             shutil.rmtree(staging, ignore_errors=True)
-            if out_of_space(error):
-                raise CheckpointFailed(self._no_space(step)) from error
+            if full:
+                raise CheckpointFailed(message) from error
             raise
         if final.exists():  # left by a run that ended before it was named, or of a run that went on from an earlier one
             _remove(final)
         complete.rename(final)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(staging, ignore_errors=True)
         self.pending = step
 
@@ -133,6 +135,9 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free / 2**20
         sizes = [_size(path) for path in self.folder.glob("global_step_*")]
         needed = f", the last one took {max(sizes) / 2**20:.0f} MiB" if sizes else ""
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY:
+            needed += f", and no file may be larger than {limit / 2**20:.1f} MiB: see ulimit -f"
         try:
             before = latest_step(self.folder)
         except CheckpointFailed:
@@ -171,18 +176,37 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def out_of_space(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that a disk is full; also across Ray's process boundary."""
+def out_of_space(error: BaseException | None, folder: Path | None = None) -> bool:
+    """Whether an error, or one that it came from, says that a disk is full; also across Ray's process boundary.
+
+    Args:
+        folder: where was written. ``torch.save`` only says that a write failed; its word is taken for a full disk if
+            that disk is full, or if the size of files is limited.
+    """
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        text = str(error)
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
-        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+        if any(sign in text for sign in _NO_SPACE):
+            return True
+        if folder is not None and _TORCH_WRITE_FAILED.search(text) and _nothing_fits(folder):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+_NO_SPACE = ("No space left on device", "Disk quota exceeded", "File too large")
+_TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter failed|file write failed|unexpected pos \d+ vs \d+")
+_FULL = 16 * 2**20
+"""Bytes: with less than this left, a write that failed has failed for want of space."""
+
+
+def _nothing_fits(folder: Path) -> bool:
+    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    return limited or shutil.disk_usage(folder).free < _FULL
 
 
 def _require_all_shards(folder: Path) -> None:
@@ -218,10 +242,11 @@ def _sync_tree(folder: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _sync_folder(path)
+        sync_folder(path)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """The names of the files in ``folder`` are on disk when this returns."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,15 +6,19 @@ Everything else in the configuration is verl's and is checked by verl's own ``va
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.agentopsd import deployment, value_checks
 from verl.agentopsd.credit import CreditConfig
@@ -31,6 +35,8 @@ ON_MISSING_SKILL = ("error", "general")
 BACKENDS = ("exact", "textworld")
 PROMPT_STYLES = ("full", "compact")
 ACTION_FORMATS = ("tagged", "plain")
+SECTIONS = ("agentopsd", "env", "hardware", "limits", "data.sampling")
+"""Sections that this package alone reads; an environment that is not shipped may have keys of its own in ``env``."""
 SHARES = ("hard_share", "easy_share", "explore_share")
 
 
@@ -204,6 +210,19 @@ def validate(config: DictConfig) -> None:
     Raises:
         ConfigError: with one line per problem.
     """
+    try:
+        problems = _problems(config)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: cannot be read ({reason}): give it a value of its own") from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(config: DictConfig) -> list[str]:
+    problems = _section_problems(config)
+    if problems or value_checks.unreadable(config):  # the checks below read everything
+        return [*problems, *value_checks.problems(config)]
     problems = [
         *value_checks.problems(config),
         *_method_problems(config),
@@ -214,8 +233,46 @@ def validate(config: DictConfig) -> None:
     ]
     if not problems:  # these compute with the values that the checks above have let through
         problems = [*_batch_problems(config), *_length_problems(config), *deployment.problems(config)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return problems
+
+
+def _section_problems(config: DictConfig) -> list[str]:
+    """Keys of our own sections that nothing reads, and sections that are none."""
+    problems, shipped = [], _shipped_sections()
+    for name in SECTIONS:
+        if name == "env" and OmegaConf.is_dict(config.env) and _raw(config.env).get("name") != "alfworld":
+            continue
+        problems += _unknown_keys(name, shipped[name], _raw(OmegaConf.select(config, name)), shipped)
+    return problems
+
+
+def _unknown_keys(path: str, known: Any, given: Any, shipped: Mapping[str, Any]) -> list[str]:
+    if not isinstance(known, Mapping):
+        return []
+    if not isinstance(given, Mapping):
+        return [f"{path}={given}: must be a section with the keys {', '.join(known)}"]
+    problems = []
+    for key, value in given.items():
+        if key in known:
+            problems += _unknown_keys(f"{path}.{key}", known[key], value, shipped)
+            continue
+        close = suggest(f"{path}.{key}", shipped)
+        hint = f"did you mean {close}?" if close else f"leave it out (known here: {', '.join(known)})"
+        problems.append(f"{path}.{key}: unknown key, nothing reads it; {hint}")
+    return problems
+
+
+@cache
+def _shipped_sections() -> Mapping[str, Any]:
+    """Our own sections as they are shipped, by name."""
+    folder = files("agentopsd_config")
+    shipped: Any = OmegaConf.create(folder.joinpath("agentopsd.yaml").read_text(encoding="utf-8"))
+    shipped["env"] = OmegaConf.create(folder.joinpath("env", "alfworld.yaml").read_text(encoding="utf-8"))
+    return {name: _raw(OmegaConf.select(shipped, name)) for name in SECTIONS}
+
+
+def _raw(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
 
 
 def _method_problems(config: DictConfig) -> list[str]:
@@ -476,11 +533,14 @@ def _number(
         return f"{key}={value}: must be {kind}"
     below = low is not None and (value <= low if open_low else value < low)
     above = high is not None and (value >= high if open_high else value > high)
-    if not (below or above) and value == value:
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not (below or above) and finite:
         return None
     left = f"greater than {low}" if open_low else f"at least {low}"
     right = f"less than {high}" if open_high else f"at most {high}"
     bounds = [text for text, bound in ((left, low), (right, high)) if bound is not None]
+    if not finite and high is None:
+        bounds.append("finite")
     return f"{key}={value}: must be {kind}, {' and '.join(bounds)}"
 
 

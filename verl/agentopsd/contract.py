@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.redact import redact_config
 from verl.agentopsd.rollout.ledger import RowError, check_row
 
 
@@ -90,9 +91,9 @@ def check_teacher(
         episode = episodes[key]
         if values.shape != episode.response_ids.shape:
             problem = f"{len(values)} entries for {len(episode.response_ids)} response tokens"
-            _refuse(episode, "teacher_log_probs", problem, step, run_dir)
+            _refuse(episode, "teacher_log_probs", problem, step, run_dir, values)
         if (wrong := _first_not_finite(values[episode.action_mask])) is not None:
-            _refuse(episode, "teacher_log_probs", f"action token {wrong} is not finite", step, run_dir)
+            _refuse(episode, "teacher_log_probs", f"action token {wrong} is not finite", step, run_dir, values)
 
 
 def _row_problem(episode: Episode, step: int) -> tuple[str, str] | None:
@@ -145,9 +146,14 @@ def _check_groups(episodes: Sequence[Episode], step: int, games: int, group_size
         _refuse(episodes[0], "group", f"one of {len(groups)} groups, the update has {games} games", step, run_dir)
 
 
-def _refuse(episode: Episode, field: str, problem: str, step: int, run_dir: Path) -> None:
-    dump = run_dir / "contract-violation.json"
-    dump.write_text(json.dumps(_dumped(episode, field, problem, step), indent=1, default=str), encoding="utf-8")
+def _refuse(
+    episode: Episode, field: str, problem: str, step: int, run_dir: Path, teacher: torch.Tensor | None = None
+) -> None:
+    dump, row = run_dir / "contract-violation.json", _dumped(episode, field, problem, step)
+    if teacher is not None:
+        row["teacher_log_probs"] = teacher.tolist()
+    plain = json.loads(json.dumps(row, default=str))
+    dump.write_text(json.dumps(redact_config(plain), indent=1), encoding="utf-8")
     raise ContractViolation(
         f"update {step}: game {episode.facts['game_id']}, row {episode.key}, {field}: {problem}. Nothing was trained "
         f"on this batch; the row is in {dump}"

@@ -47,6 +47,9 @@ class DurableTrainer(PPOTrainerSync):
         termination: what SIGTERM does; installed by the runner.
     """
 
+    _players: Liveness | None = None
+    """Who plays and serves, from the moment they do."""
+
     def __init__(self, config: DictConfig):
         self.run_dir = Path(config.run_dir)
         super().__init__(config)
@@ -81,7 +84,12 @@ class DurableTrainer(PPOTrainerSync):
     @contextlib.contextmanager
     def _limited(self, name: str) -> Iterator[None]:
         with stage(name, float(self.config.limits[name]), self.run_dir):
-            yield
+            # while it plays, the trainer asks by itself; before it plays, there is nobody to ask
+            if self._players is None or name in ("rollout", "validation"):
+                yield
+            else:
+                with self._players.watching(str(self.run_dir)):
+                    yield
 
     def _setup(self) -> None:
         with self._limited("start"):
@@ -174,8 +182,11 @@ class DurableTrainer(PPOTrainerSync):
         """
         self._completed = self.global_steps
         servers, workers = self.llm_server_manager.server_handles, agent_loop_manager.agent_loop_workers
-        named = {f"rollout server {number}": actor for number, actor in enumerate(servers)}
-        self._liveness = Liveness(named | {f"agent-loop worker {number}": one for number, one in enumerate(workers)})
+        served = {f"rollout server {number}": actor for number, actor in enumerate(servers)}
+        playing = {f"agent-loop worker {number}": actor for number, actor in enumerate(workers)}
+        learning = {f"training worker {number}": actor for number, actor in enumerate(self.actor_rollout_wg.workers)}
+        self._liveness = Liveness(playing | learning, served)
+        self._players = Liveness(playing, served)
         buffer: Any = self.replay_buffer  # replay.EpisodeBuffer, by the configuration
         buffer.check_workers = self._liveness.check
         try:

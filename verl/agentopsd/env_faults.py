@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl.agentopsd.episodes import Episode
+if TYPE_CHECKING:
+    from verl.agentopsd.episodes import Episode
 
 FILE_NAME = "env-errors.jsonl"
 
@@ -30,9 +33,13 @@ def report_faults(episodes: Sequence[Episode], *, step: int, max_share: float, r
     lost = [episode for episode in episodes if not episode.valid]
     if not lost:
         return
-    with (run_dir / FILE_NAME).open("a", encoding="utf-8") as file:
-        for episode in lost:
-            file.write(json.dumps(_line(episode, step), ensure_ascii=False) + "\n")
+    lines = "".join(json.dumps(_line(episode, step), ensure_ascii=False) + "\n" for episode in lost)
+    with (run_dir / FILE_NAME).open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # torn by a kill: what follows must not stand in the same line
+                file.write(b"\n")
+        file.write(lines.encode())
     share = len(lost) / len(episodes)
     if share > max_share or share == 1:
         first = lost[0].facts

@@ -128,10 +128,14 @@ def check_prompt(config: DictConfig, prompt: int, game: str) -> int | None:
         )
     limit = row_limit(config)
     if limit is not None and rollout.max_model_len > limit:
+        whose, raising = f"the model has {limit} positions", ""
+        if limit == dynamic_row_limit(config):
+            whose = f"a dynamic micro-batch holds {limit} tokens"
+            raising = ", or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
         raise ConfigError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} (prompt {data.max_prompt_length} + "
-            f"response {data.max_response_length}), but the model has {limit} positions: lower "
-            f"data.max_response_length to {limit - data.max_prompt_length}"
+            f"response {data.max_response_length}), but {whose}: lower data.max_response_length to "
+            f"{limit - data.max_prompt_length}{raising}"
         )
     return limit
 

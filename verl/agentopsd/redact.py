@@ -11,19 +11,32 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 HIDDEN = "***"
-_SECRET_NAME = re.compile(
-    r"(?:^|[_\-.])(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|auth|private)_?key)$", re.I
-)
+_NAMES = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|auth|private|secret)[_\-]?key)"
+_SECRET_NAME = re.compile(rf"(?:^|[_\-.])(?:{_NAMES}|authorization)$", re.I)
 _SECRET_FORMS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_\-]{16,}"  # OpenAI and those who copy it
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
     r"|AKIA[0-9A-Z]{16}"  # AWS
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+    r"|xox[a-z]-[A-Za-z0-9\-]{8,}"  # Slack
+    r"|eyJ[\w\-]{8,}\.[\w\-]{8,}(?:\.[\w\-]*)?"  # a JSON web token
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=://)[^/?#\s'\"<>:]+:[^/?#\s'\"<>]+(?=@)"  # user:password in an address
+    r"|(?:(?<=http://)|(?<=https://))[^/?#\s'\"<>]+(?=@)",  # a token alone before the host
+    re.S,
 )
-_ASSIGNED = re.compile(
-    r"((?:^|[\s_\-.'\"])(?:token|secret|password|passwd|passphrase|(?:api|access|auth|private)_?key)['\"]?\s*[=:]\s*)"
-    r"[^\s,}]+",
+# a quoted text to its end, or to the end of the line; else up to a space or comma, without the quotes that follow it
+_QUOTED = r"(?P<quote>\\*['\"])(?:(?!(?P=quote))\\.|(?!(?P=quote)).)+(?:(?P=quote)|$)"
+_VALUE = rf"(?:{_QUOTED}|[^\s,}}]*[^\s,}}'\"\\)\]])"
+_PARAMETER = re.compile(rf"([?&](?:[\w.\-]*[_\-.])?{_NAMES}=)[^\s&#'\"]+", re.I)
+_ASSIGNED = re.compile(rf"((?:^|[\s_\-.'\",;(\[{{]){_NAMES}\\*['\"]?\s*[=:]\s*){_VALUE}", re.I | re.M)
+_OPTION = re.compile(
+    rf"((?:^|[\s'\"])--?(?:[\w.\-]*[_\-.])?{_NAMES}(?:[ \t]+|['\"],[ \t]*(?=['\"])))(?!-){_VALUE}", re.I | re.M
+)
+_HEADER = re.compile(
+    r"(authorization\\*['\"]?\s*[=:]\s*\\*['\"]?(?:bearer|basic|token|digest|negotiate)\s+)[^\s'\"\\]+"
+    r"|(authorization\\*['\"]?\s*[=:]\s*\\*['\"]?)(?=[^\s'\"]*\d)[^\s'\"\\]{8,}"
+    r"|(\bbearer\s+)(?=[^\s'\"]*\d)[\w.~+/\-]{8,}=*",
     re.I,
 )
 _MIN_LENGTH = 8
@@ -34,7 +47,10 @@ def redact(text: str) -> str:
     """``text`` without anything that looks like a secret or is the value of one of this process's secret variables."""
     for secret in _secret_values(frozenset(os.environ.items())):
         text = text.replace(secret, HIDDEN)
-    return _ASSIGNED.sub(rf"\1{HIDDEN}", _SECRET_FORMS.sub(HIDDEN, text))
+    text = _HEADER.sub(lambda found: (found[1] or found[2] or found[3]) + HIDDEN, _SECRET_FORMS.sub(HIDDEN, text))
+    for pattern in (_PARAMETER, _ASSIGNED, _OPTION):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return text
 
 
 def redact_config(value: Any, name: str = "") -> Any:

@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from verl.agentopsd.checkpoints import CheckpointFailed, latest_step, step_folder
+from verl.agentopsd.checkpoints import (
+    POINTER,
+    CheckpointFailed,
+    latest_step,
+    saved_steps,
+    step_folder,
+    write_atomically,
+)
+from verl.agentopsd.env_faults import FILE_NAME as ENV_ERRORS
 from verl.agentopsd.redact import redact_config
 from verl.agentopsd.reshard import CannotReshard, check_reshardable, saved_ranks
 
@@ -100,9 +109,12 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
 
     Raises:
         ConfigChanged: with every difference.
+        CheckpointFailed: which of the checkpoints to continue from is not written down.
     """
     run_dir = Path(config.run_dir)
     stored, step = run_dir / CONFIG, latest_step(run_dir / "checkpoints")
+    if config.trainer.resume_mode == "auto" and step is None:
+        _require_no_unnamed_checkpoint(run_dir)
     if not stored.is_file() or config.trainer.resume_mode == "disable":
         return
     if step is None:
@@ -115,10 +127,13 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
                 f"save_freq={config.trainer.save_freq}): training it anew would delete its records, so choose another "
                 "run_dir"
             )
-    free = {*FREE, *allowed, *_derived(config)}
+    start = OmegaConf.load(stored)
+    if not isinstance(start, DictConfig):
+        raise ConfigChanged(f"{stored} holds no configuration: restore it from a copy, or choose another run_dir")
+    free = {*FREE, *allowed, *_derived(config, start)}
     if _learning_rate_depends_on_length(config):
         free -= {"trainer.total_training_steps", "trainer.total_epochs", *_OPTIM_STEPS} - set(allowed)
-    before, now = plain(OmegaConf.load(stored)), plain(config)
+    before, now = plain(start), plain(config)
     changes = [
         f"  {key}: {_shown(before, key)} -> {_shown(now, key)}"
         for key in sorted(before.keys() | now.keys())
@@ -136,18 +151,46 @@ def check_unchanged(config: DictConfig, allowed: Sequence[str] = ()) -> None:
         )
 
 
-def _derived(config: DictConfig) -> set[str]:
-    """Keys that repeat another key of the configuration, which is compared itself.
+def _require_no_unnamed_checkpoint(run_dir: Path) -> None:
+    """Without its pointer a run with checkpoints would start from nothing and delete its records.
+
+    A checkpoint of an update without metrics is none: the run was killed before that update was complete.
+    """
+    folder, played = run_dir / "checkpoints", _updates(run_dir)
+    if complete := [step for step in saved_steps(folder) if step <= played]:
+        raise CheckpointFailed(
+            f"{folder / POINTER} is missing, but there are metrics of {played} updates, which a start from nothing "
+            f"would delete: write one of {complete} into the file to continue from it, or choose another run_dir"
+        )
+
+
+def _derived(config: DictConfig, stored: DictConfig) -> set[str]:
+    """Keys that repeat another key of the configuration, which is compared itself, now and in the stored run.
 
     A schedule over the length of the run repeats a key that is not, and is compared like any other.
     """
-    leaves = _leaves(OmegaConf.to_container(config, resolve=False))
     own = ("${tiny_model:", "${cache:", "${oc.env:", "${now:")
+    stored = stored.copy()
     return {
         key
-        for key, value in leaves
+        for key, value in _leaves(OmegaConf.to_container(config, resolve=False))
         if isinstance(value, str) and "${" in value and not value.startswith(own) and key not in _SCHEDULES
+        if _gives_stored_value(stored, key, value)
     }
+
+
+def _gives_stored_value(stored: DictConfig, key: str, interpolation: str) -> bool:
+    """Whether the stored run's value is what the interpolation gives there, hence no override of its own."""
+    before = OmegaConf.select(stored, key, default=_ABSENT)
+    if before == _ABSENT:
+        return False
+    OmegaConf.update(stored, key, interpolation, merge=False)
+    try:
+        return bool(OmegaConf.select(stored, key) == before)
+    except OmegaConfBaseException:  # it names a key that the stored run did not have
+        return False
+    finally:
+        OmegaConf.update(stored, key, before, merge=False)
 
 
 _SCHEDULES = {"agentopsd.warmdown_steps", "agentopsd.distill.warmdown_steps"}
@@ -219,22 +262,46 @@ def check_checkpoint(config: DictConfig) -> None:
     Raises:
         ConfigChanged: it belongs to another model, or to another number of ranks and cannot be cut anew.
         UnsafeCheckpoint: a file of it asks for code that a checkpoint does not need.
+        CheckpointFailed: a file of it is damaged.
     """
     checkpoint = resumed_checkpoint(config)
     if checkpoint is None:
         return
-    _check_model(config, checkpoint / "actor" / "huggingface" / "config.json")
+    _check_model(config, checkpoint)
     _check_ranks(config, checkpoint / "actor")
     if not config.get("trust_checkpoint", False):
         for file in sorted(checkpoint.rglob("*.pt")):
-            _check_pickle(file)
+            try:
+                _check_pickle(file)
+            except UnsafeCheckpoint:
+                raise
+            except Exception as error:  # torch tells damage in many ways
+                raise _damaged(file, checkpoint, error) from error
 
 
-def _check_model(config: DictConfig, saved: Path) -> None:
+def _damaged(file: Path, checkpoint: Path, error: Exception) -> CheckpointFailed:
+    folder = checkpoint.parent
+    others = [step for step in saved_steps(folder) if step_folder(folder, step) != checkpoint]
+    remedy = (
+        f"the other checkpoints there are of the updates {others}: continue from one with trainer.resume_mode="
+        f"resume_path trainer.resume_from_path={step_folder(folder, others[-1])}"
+        if others
+        else "there is no other checkpoint beside it: restore the file from a copy, or choose another run_dir"
+    )
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointFailed(f"{file} is damaged ({reason}); {remedy}")
+
+
+def _check_model(config: DictConfig, checkpoint: Path) -> None:
+    saved = checkpoint / "actor" / "huggingface" / "config.json"
     current = Path(str(config.actor_rollout_ref.model.path)) / "config.json"
     if not saved.is_file() or not current.is_file():
         return
-    before, now = json.loads(saved.read_text()), json.loads(current.read_text())
+    try:
+        before = dict(json.loads(saved.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise _damaged(saved, checkpoint, error) from error
+    now = json.loads(current.read_text(encoding="utf-8"))
     different = [
         f"{key} {before[key]} -> {now[key]}"
         for key in _MODEL_SIZES
@@ -242,7 +309,7 @@ def _check_model(config: DictConfig, saved: Path) -> None:
     ]
     if different:
         raise ConfigChanged(
-            f"the checkpoint in {saved.parents[2]} is of another model than actor_rollout_ref.model.path="
+            f"the checkpoint in {checkpoint} is of another model than actor_rollout_ref.model.path="
             f"{config.actor_rollout_ref.model.path} ({', '.join(different)}): give its model, or another run_dir"
         )
 
@@ -258,6 +325,8 @@ def _check_ranks(config: DictConfig, actor: Path) -> None:
             f"the checkpoint in {actor.parent} was written by {saved} ranks and this run has {ranks} (trainer.nnodes × "
             f"trainer.n_gpus_per_node): {error}; give the same numbers again"
         ) from error
+    except ValueError as error:
+        raise _damaged(actor / "fsdp_config.json", actor.parent, error) from error
 
 
 def _check_pickle(file: Path) -> None:
@@ -265,23 +334,28 @@ def _check_pickle(file: Path) -> None:
     import torch
 
     for name in torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        if name not in _HARMLESS and not name.startswith(_OF_TORCH):
+        if name not in _HARMLESS:
             raise UnsafeCheckpoint(
                 f"{file} asks for {name}, which no checkpoint of ours needs: reading it could run code. If you know "
                 "where the file comes from, set trust_checkpoint=true"
             )
 
 
-_OF_TORCH = ("torch.distributed.tensor.", "torch.distributed.device_mesh.DeviceMesh", "torch.torch_version.")
 _HARMLESS = {
     *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
     *("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar", "numpy.dtypes.UInt32DType"),
-    "_codecs.encode",
+    *("_codecs.encode", "torch.torch_version.TorchVersion", "torch.distributed.device_mesh.DeviceMesh"),
+    *("torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout"),
+    *("torch.distributed.tensor.DTensor", "torch.distributed.tensor._dtensor_spec.DTensorSpec"),
+    *("torch.distributed.tensor._dtensor_spec.TensorMeta", "torch.distributed.tensor._dtensor_spec.ShardOrderEntry"),
+    *("torch.distributed.tensor.placement_types.Shard", "torch.distributed.tensor.placement_types._StridedShard"),
+    *("torch.distributed.tensor.placement_types.Replicate", "torch.distributed.tensor.placement_types.Partial"),
 }
+"""Whole names only: a pickle may write ``module.function`` of another module behind the name of a module."""
 
 
 def drop_later(run_dir: Path, step: int) -> int:
-    """Removes the episode files of updates after ``step``, which a resumed run plays again. Returns how many.
+    """Removes what updates after ``step`` left, which a resumed run plays again. Returns how many episode files.
 
     Without this, files of a run that went on from an earlier update would mix with those of the run before.
     """
@@ -293,4 +367,21 @@ def drop_later(run_dir: Path, step: int) -> int:
     ]
     for file in files:
         file.unlink()
+    _drop_later_faults(run_dir / ENV_ERRORS, step)
     return len(files)
+
+
+def _drop_later_faults(file: Path, step: int) -> None:
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept = [line for line in lines if line and (own := _step_of(line)) is not None and own <= step and step > 0]
+    write_atomically(file, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> int | None:
+    """The update that a line is about; None of a torn one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

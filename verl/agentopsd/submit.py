@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -39,27 +40,35 @@ PASSED = (
     "HF_HOME",
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
-    "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_DISABLE",
-    "GLOO_SOCKET_IFNAME",
     "WANDB_MODE",
     "WANDB_ENTITY",
     "WANDB_BASE_URL",
     "SWANLAB_MODE",
     "MLFLOW_TRACKING_URI",
+    "MLFLOW_TRACKING_USERNAME",
     "TENSORBOARD_DIR",
     "VERL_FILE_LOGGER_PATH",
+    "VERL_FILE_LOGGER_ROOT",
 )
+PASSED_PREFIXES = ("NCCL_", "GLOO_")
+"""Every variable of the network between GPUs and between nodes is passed."""
 SECRET = ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Passed when they are set here, like the others, and shown by name only."""
 
 STOP_SECONDS = 1800
 """Ray kills a stopped job after 3 s unless told otherwise; a run completes its update and saves before it ends."""
 
+FOLLOW_ATTEMPTS = 12
+LONGEST_WAIT = 30.0
+"""Seconds before the output is followed again; the first waits are shorter. All of them: 4 minutes."""
+
 
 class Refused(RuntimeError):
     """The cluster does not accept the job."""
+
+
+class Lost(RuntimeError):
+    """The job's output cannot be followed any more; the job itself may go on."""
 
 
 def runtime_env(root: str, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -68,10 +77,16 @@ def runtime_env(root: str, environment: Mapping[str, str]) -> dict[str, Any]:
     The working directory is the checkout without :data:`EXCLUDES`: it carries files that overrides name (a folder of
     skills, say). Workers import AgentOPSD from the environment that is installed on the nodes.
     """
-    names = [name for name in (*PASSED, *SECRET) if environment.get(name)]
-    variables = {name: environment[name] for name in names} | {"PYTHONUNBUFFERED": "1"}
+    secrets = {name: environment[name] for name in SECRET if environment.get(name)}
+    variables = {**for_workers(environment), **secrets, "PYTHONUNBUFFERED": "1"}
     variables["RAY_JOB_STOP_WAIT_TIME_S"] = environment.get("RAY_JOB_STOP_WAIT_TIME_S", str(STOP_SECONDS))
     return {"working_dir": root, "excludes": list(EXCLUDES), "env_vars": variables}
+
+
+def for_workers(environment: Mapping[str, str]) -> dict[str, str]:
+    """What workers on other nodes need to know of this environment; no secrets but the Hub's token."""
+    network = sorted(name for name in environment if name.startswith(PASSED_PREFIXES))
+    return {name: environment[name] for name in (*PASSED, *network, "HF_TOKEN") if environment.get(name)}
 
 
 def entrypoint(python: str, overrides: Sequence[str]) -> str:
@@ -104,6 +119,7 @@ def submit(address: str, command: str, environment: dict[str, Any], wait: bool) 
 
     Raises:
         Refused: in the cluster's words.
+        Lost: the job's output broke off again and again.
     """
     from ray.exceptions import RayError
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -117,17 +133,53 @@ def submit(address: str, command: str, environment: dict[str, Any], wait: bool) 
     print(f"job {job} at {address}", file=sys.stderr, flush=True)
     if not wait:
         return 0
-    asyncio.run(_follow(client, job))
-    info = client.get_job_info(job)
+    info = asyncio.run(_follow(client, job))
     if info.status == JobStatus.SUCCEEDED:
         return 0
     print(f"job {job}: {info.status.value.lower()}: {info.message}", file=sys.stderr)
     return int(info.driver_exit_code or 1)
 
 
-async def _follow(client: Any, job: str) -> None:
-    async for text in client.tail_job_logs(job):
-        print(text, end="", flush=True)
+async def _follow(client: Any, job: str) -> Any:
+    """Prints the job's output until the job has ended, and returns what Ray knows of it.
+
+    The stream may break off before (a proxy, a head that is busy): it is followed again. Ray then sends the output from
+    its beginning; what was printed is left out.
+
+    Raises:
+        Lost: nothing new came in :data:`FOLLOW_ATTEMPTS` attempts in a row.
+    """
+    from aiohttp import ClientError
+
+    printed = failures = 0
+    while True:
+        reason, sent = "the stream ended while the job was running", 0
+        try:
+            async for text in client.tail_job_logs(job):
+                new = text[max(0, printed - sent) :]
+                sent += len(text)
+                if new:
+                    print(new, end="", flush=True)
+                    printed, failures = sent, 0
+        except (RuntimeError, OSError, ClientError) as error:
+            reason = _first_line(error)
+        try:
+            info = client.get_job_info(job)
+        except (RuntimeError, OSError) as error:
+            reason = _first_line(error)
+        else:
+            if info.status.is_terminal():
+                with contextlib.suppress(RuntimeError, OSError):  # of a node that is gone
+                    print(client.get_job_logs(job)[printed:], end="", flush=True)
+                return info
+        failures += 1
+        if failures == FOLLOW_ATTEMPTS:
+            raise Lost(f"the output of {job} broke off {failures} times in a row: {reason}")
+        await asyncio.sleep(min(2.0**failures, LONGEST_WAIT))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,6 +208,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Refused as error:
         print(f"error: the Ray cluster at {options.address} does not take the job: {error}", file=sys.stderr)
+        return 1
+    except Lost as error:
+        print(f"error: {error}", file=sys.stderr)
+        print("  the job may go on: 'ray job status ID' says, 'ray job logs --follow ID' shows it", file=sys.stderr)
         return 1
 
 

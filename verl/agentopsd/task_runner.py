@@ -34,6 +34,7 @@ from verl.agentopsd.ray_auth import use_token_if_there
 from verl.agentopsd.redact import RedactingFile, redact, redact_yaml, without_secrets
 from verl.agentopsd.rollout.failures import FILE_NAME as FAILURES
 from verl.agentopsd.run_guard import lock_run_dir
+from verl.agentopsd.submit import for_workers
 from verl.agentopsd.termination import Stopped, Termination
 from verl.agentopsd.watchdog import kill_children, stage
 
@@ -80,6 +81,10 @@ def run(config: DictConfig, environment: dict[str, str]) -> None:
             with contextlib.redirect_stdout(quiet), warnings.catch_warnings(), explained(run_dir, quiet):
                 warnings.simplefilter("ignore")  # of the libraries; what concerns the user is an error or a metric
                 _train(config, termination)
+    except OSError as error:  # of verl.log too, whose last lines are written when it is closed
+        if out_of_space(error):
+            raise RunDirError(_DISK_FULL.format(run_dir=config.run_dir)) from error
+        raise
     except (Stopped, KeyboardInterrupt) as stop:
         if not termination.requested:
             raise
@@ -150,12 +155,14 @@ def start_ray(config: DictConfig, environment: dict[str, str]) -> None:
         given = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}
         given["env_vars"] = {**defaults.pop("env_vars"), **given.get("env_vars", {})}
         if os.environ.get("RAY_ADDRESS"):
+            # its nodes were started from other shells
+            given["env_vars"] = {**for_workers(os.environ), **given["env_vars"]}
             use_token_if_there()
             # in a Ray job: a variable that the job has too (HF_HUB_OFFLINE, say) is no conflict, the run's value counts
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             # a running cluster has its own resources
             options = {key: options[key] for key in options if key in ("log_to_driver", "namespace", "address")}
-        elif config.trainer.nnodes == 1:
+        elif config.trainer.nnodes == 1 or config.trainer.device == "cpu":
             options["address"] = "local"  # never a cluster that happens to run here
             if options.get("num_cpus") is None:  # counted, not used: what the run asks for must be there
                 options["num_cpus"] = max(os.cpu_count() or 1, resources.needs(config).cpus)
@@ -199,6 +206,7 @@ def init_ray(options: dict[str, Any]) -> None:
 def _train(config: DictConfig, termination: Termination) -> None:
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ, trainer_base
+    from verl.workers.rollout.replica import get_rollout_replica_class
 
     from verl.agentopsd.trainer import AgentOPSDTrainer
 
@@ -212,6 +220,7 @@ def _train(config: DictConfig, termination: Termination) -> None:
     trainer_base.tqdm = functools.partial(trainer_base.tqdm, disable=True)
     trainer_base.Tracking = without_secrets(trainer_base.Tracking)  # type: ignore[misc, assignment]
     with stage("start", float(config.limits.start), Path(config.run_dir)):
+        get_rollout_replica_class(config.actor_rollout_ref.rollout.name)  # imports the engine while others start
         preload.wait(0.9 * float(config.limits.start))  # before the stage, which could not say what is missing
         tq.init(config.transfer_queue)
     trainer, finished = None, False

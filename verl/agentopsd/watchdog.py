@@ -12,7 +12,11 @@ import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from verl.agentopsd.redact import redact
+
 STALLED_EXIT_CODE = 75
+NOT_PYTHON = ("gcs_server", "raylet")
+"""Ray's own programs, which have no Python stacks."""
 
 
 @contextlib.contextmanager
@@ -55,17 +59,28 @@ def write_stacks(report: Path) -> None:
         faulthandler.dump_traceback(file=file, all_threads=True)
     py_spy = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
     if not Path(py_spy).exists():
+        with report.open("a") as file:
+            file.write("\nNo stacks of other processes: py-spy is missing, install it with pip install py-spy\n")
         return
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, subprocess.SubprocessError):
-            title = " ".join(child.cmdline())[:200]
-            if "python" not in title and "ray::" not in title:
+        with contextlib.suppress(psutil.Error):
+            command = child.cmdline()
+            if command and Path(command[0]).name in NOT_PYTHON:
                 continue
-            dump = subprocess.run(
-                [py_spy, "dump", "--pid", str(child.pid)], capture_output=True, text=True, timeout=10, check=False
-            )
+            stacks = redact(f"\n=== {child.pid} {' '.join(command)}\n{_stacks(py_spy, child.pid)}")
             with report.open("a") as file:
-                file.write(f"\n=== {child.pid} {title}\n{dump.stdout or dump.stderr}")
+                file.write(stacks)
+
+
+def _stacks(py_spy: str, pid: int) -> str:
+    """What py-spy says about a process; engines set titles of their own, so it is asked about every one."""
+    try:
+        dump = subprocess.run(
+            [py_spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=10, check=False
+        )
+    except subprocess.SubprocessError as error:
+        return f"{error}\n"
+    return dump.stdout or dump.stderr
 
 
 def kill_children(spare: Collection[int] = ()) -> None:

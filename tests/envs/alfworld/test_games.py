@@ -74,6 +74,23 @@ def test_a_link_that_leaves_the_data_is_refused_and_one_within_it_is_not(three_g
         discover(three_games, "valid_unseen", check_counts=False)
 
 
+@pytest.mark.parametrize("name", ["game.tw-pddl", "traj_data.json", ""])
+def test_a_linked_file_or_split_that_leaves_the_data_is_refused(three_games, tmp_path_factory, name):
+    first, second, _ = discover(three_games, "valid_unseen", check_counts=False)
+    linked = Path(first.path).parent / name if name else three_games / "json_2.1.1" / "valid_unseen"
+    if name:  # within the data
+        linked.rename(linked.with_name("own"))
+        linked.symlink_to(Path(second.path).parent / name)
+        assert len(discover(three_games, "valid_unseen", check_counts=False)) == 3
+        linked.unlink()
+        linked.with_name("own").rename(linked)
+    outside = tmp_path_factory.mktemp("elsewhere") / "it"
+    linked.rename(outside)
+    linked.symlink_to(outside)
+    with pytest.raises(GameFileError, match=f"{linked}: a link that leaves .*json_2.1.1: copy the game into the data"):
+        discover(three_games, "valid_unseen", check_counts=False)
+
+
 def test_a_game_is_parsed_once_and_again_when_its_file_changed(three_games):
     path = discover(three_games, "valid_unseen", check_counts=False)[0].path
     first = load_game(path)

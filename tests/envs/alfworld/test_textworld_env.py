@@ -228,6 +228,54 @@ def test_no_worker_outlives_its_parent(stand_in, tmp_path):
     assert all(gone(int(pid)) for pid in pids)
 
 
+HANGING = """
+    import importlib.util, time
+    spec = importlib.util.spec_from_file_location("worker", {file!r})
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+
+    class Engine:
+        def answer(self, request):
+            if request["op"] == "step":
+                print("hanging", flush=True)
+                time.sleep(60)
+            return {{"text": "", "admissible": [], "won": False}}
+
+    worker.Engine = Engine
+    worker.main()
+"""
+
+
+def test_a_worker_that_hangs_ends_itself_when_its_parent_was_killed(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(textwrap.dedent(HANGING).format(file=str(textworld_env._WORKER_FILE)))
+    script = textwrap.dedent(
+        f"""
+        import os, signal, threading
+        from pathlib import Path
+        from verl.agentopsd.envs.alfworld import textworld_env as t
+        t._WORKER_FILE, t._check_installed, t.OWN_END = Path({str(worker)!r}), lambda: None, 0.5
+        pool = t.WorkerPool(1, step_timeout=3)
+        env = t.TextWorldEnv("game", pool)
+        env.reset()
+        print(*pool.pids, flush=True)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        env.step("hang")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=120)
+    (pid,) = map(int, done.stdout.split())
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert gone(pid)
+    finally:
+        if not gone(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_missing_engine_is_one_sentence_with_the_remedy(monkeypatch):
     monkeypatch.setattr(textworld_env, "_REQUIRED_MODULES", ("textworld", "no_such_engine"))
     with pytest.raises(RuntimeError, match=r"needs no_such_engine: .*install.sh --textworld.*env.backend=exact"):

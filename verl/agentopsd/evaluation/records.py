@@ -18,6 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
+from verl.agentopsd.checkpoints import sync_folder
 from verl.agentopsd.envs.base import Message
 from verl.agentopsd.skills.insert import with_skill
 
@@ -259,7 +260,15 @@ class RecordWriter:
         self.summary = summary
 
     def close(self) -> None:
-        self._file.close()
+        """Closes the file, whose lines are on disk when this returns."""
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            sync_folder(self.path.parent)
+        finally:
+            self._file.close()
 
     def __enter__(self) -> RecordWriter:
         return self

@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from verl.agentopsd.envs.base import EnvFamily, EnvironmentFault, Message, Task, make_family
+from verl.agentopsd.redact import redact
 from verl.agentopsd.rollout.chat import ChatFormat
 from verl.agentopsd.rollout.environment import Deadline, EpisodeEnv, short_trace
 from verl.agentopsd.rollout.failures import report
@@ -189,8 +190,8 @@ class TextEnvAgentLoop(AgentLoopBase):
                 async with one_server(self.server_manager, episode.request_id, deadline) as client:
                     await self._play(episode, client, env, deadline, sampling_params)
             except EnvironmentFault as fault:
-                episode.env_error = str(fault) or type(fault).__name__
-                episode.env_trace = short_trace(fault)
+                episode.env_error = redact(str(fault) or type(fault).__name__)
+                episode.env_trace = redact(short_trace(fault))
                 logger.warning("game %s, turn %d: %s", task.game_id, len(episode.turns), episode.env_error)
             finally:
                 env.close()

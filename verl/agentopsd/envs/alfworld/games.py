@@ -90,6 +90,8 @@ def discover(data_dir: str | os.PathLike[str], split: str, *, check_counts: bool
         raise ValueError(f"split {split!r} is not one of {', '.join(EXPECTED)}")
     root = games_root(data_dir)
     expected = expected_counts(root)
+    if (root / split).is_symlink():
+        _require_inside(root, root / split)
     tasks = cached(root, split, _files_of, lambda: _read_split(root, split)) if (root / split).is_dir() else []
     if not tasks:
         raise GamesNotFound(
@@ -182,14 +184,17 @@ def _playable(root: Path, split: str) -> Iterator[Task]:
                 for trial in trials:
                     if kind.is_symlink() or trial.is_symlink():
                         _require_inside(root, Path(trial.path))
+                    for file in (GAME_FILE, TRAJECTORY_FILE):
+                        if os.path.islink(os.path.join(trial.path, file)):
+                            _require_inside(root, Path(trial.path, file))
                     if trial.is_dir() and _has_solvable_game(os.path.join(trial.path, GAME_FILE)):
                         yield task_of(root, Path(trial.path))
 
 
-def _require_inside(root: Path, folder: Path) -> None:
+def _require_inside(root: Path, path: Path) -> None:
     """A link in the data must not make the run read files from elsewhere."""
-    if not folder.resolve().is_relative_to(root.resolve()):
-        raise GameFileError(f"{folder}: a link that leaves {root}: copy the game into the data, or remove the link")
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise GameFileError(f"{path}: a link that leaves {root}: copy the game into the data, or remove the link")
 
 
 def _has_solvable_game(file: str) -> bool:

@@ -4,7 +4,8 @@ It is slow, not thread-safe and may crash or hang in native code, so it runs in 
 episodes, one request at a time, every request with a time limit. A worker that exceeds one is killed and the episode
 that asked ends with :class:`EnvironmentFault`; the other episodes of that worker are replayed on another one, which
 gives the same state because the engine is deterministic. Workers are replaced after a number of episodes, so that
-nothing accumulates in them. They read from a pipe and end when it closes, so none outlives this process.
+nothing accumulates in them. They read from a pipe and end when it closes, or by a timer when they hang, so none
+outlives this process for long.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from verl.agentopsd.envs.base import EnvironmentFault, Observation
 INSTALL = "bash scripts/install.sh --textworld"
 START_TIMEOUT = 120.0
 """Seconds for a worker's imports, on top of the limit of its first request."""
+OWN_END = 5.0
+"""Seconds beyond a request's limit after which a worker ends itself, if this process was killed and cannot do it."""
 _REQUIRED_MODULES = ("textworld", "alfworld", "fast_downward")
 _WORKER_FILE = Path(__file__).with_name("textworld_worker.py")
 
@@ -162,7 +165,8 @@ class Worker:
                 self._ready = True
             what = f"{path}: TextWorld on {message['op']} {message.get('command', '')!r}"
             try:
-                stdin.write(json.dumps(message).encode() + b"\n")
+                limited = {**message, "limit": timeout + OWN_END}
+                stdin.write(json.dumps(limited).encode() + b"\n")
                 stdin.flush()
             except OSError as error:
                 self.kill()

@@ -1,15 +1,17 @@
 """The process that runs the real ALFWorld engine; started by ``textworld_env`` as a script of its own.
 
 One JSON object per line in and out. Requests: ``{"op": "open", "session": n, "path": file}``, ``{"op": "step",
-"session": n, "command": text}``, ``{"op": "close", "session": n}``. Answers: ``{"text", "admissible", "won"}``, ``{}``
-for close, or ``{"error": text}``. The first line it writes, ``{"ready": true}``, says that the imports are done. It
-ends when its input does, hence with its parent. Nothing of verl is imported, which would take seconds.
+"session": n, "command": text}``, ``{"op": "close", "session": n}``, each with ``"limit": seconds``. Answers: ``{"text",
+"admissible", "won"}``, ``{}`` for close, or ``{"error": text}``. The first line it writes, ``{"ready": true}``, says
+that the imports are done. It ends when its input does, hence with its parent, and when a request takes longer than its
+limit: native code that hangs reads no input. Nothing of verl is imported, which would take seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -52,14 +54,18 @@ class Engine:
 def main() -> None:
     requests, answers = sys.stdin, _private_stdout()
     engine = Engine()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _send(answers, {"ready": True})
     for line in requests:
         try:
-            answer = engine.answer(json.loads(line))
+            request = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, request["limit"])  # no handler: the signal ends the process
+            answer = engine.answer(request)
         except KeyboardInterrupt:
             return
         except BaseException as error:  # the PDDL parser leaves by SystemExit
             answer = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _send(answers, answer)
 
 
