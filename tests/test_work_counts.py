@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.agentopsd import turns as turns_module
 from verl.agentopsd.config import TeacherConfig
+from verl.agentopsd.contract import check_batch
 from verl.agentopsd.credit import CreditConfig, agentopsd_credit
+from verl.agentopsd.credited import credit_episodes
 from verl.agentopsd.episodes import Episode
+from verl.agentopsd.methods import METHODS
 from verl.agentopsd.privilege import Skill
 from verl.agentopsd.skills.bank import SkillBank
 from verl.agentopsd.teacher import TeacherPolicy
@@ -78,7 +84,7 @@ def episode(game: int, sample: int, length: int) -> Episode:
     facts = {
         "game_id": f"train/{game}",
         "task_type": "find",
-        "messages": [{"role": "user", "content": "look"}],
+        "messages": [{"role": "user", "content": f"look {game}"}],
         "turns": [],
         "env_error": "",
     }
@@ -101,7 +107,7 @@ def test_the_teacher_reads_each_row_once_in_one_call_and_renders_each_game_once(
     )
     episodes = [episode(game, sample, 10 + sample) for game in range(games) for sample in range(group)]
     policy.log_probs(episodes[:-3])
-    prompt = len("look\nopen\ntake a")
+    prompt = len("look 0\nopen\ntake a")
     needed = sum(prompt + len(one.response_ids) for one in episodes[:-3])
     padding = -(len(episodes) - 3) % 4
     assert engine.calls == 1
@@ -109,3 +115,52 @@ def test_the_teacher_reads_each_row_once_in_one_call_and_renders_each_game_once(
     # rows that only fill up the last micro-batch are copies of the shortest
     assert sum(engine.rows) == needed + padding * min(engine.rows)
     assert chat.rendered == games
+
+
+def played(group: int, sample: int, tokens: int) -> Episode:
+    """Two turns of so many tokens with as many of context between them; a batch of these keeps the contract."""
+    mask = torch.ones(3 * tokens).bool()
+    mask[tokens : 2 * tokens] = False
+    old = -torch.ones(3 * tokens)
+    facts = {
+        "game_id": f"train/{group}",
+        "turns": [{"span": [0, tokens]}, {"span": [2 * tokens, 3 * tokens]}],
+        "min_global_steps": 4,
+        "max_global_steps": 4,
+        "won": sample == 0,
+        "env_error": "",
+    }
+    key = f"000005-{group:04d}_{sample}_0"
+    return Episode(key, torch.tensor([1]), torch.arange(3 * tokens), mask, old, (old + 1e-5) * mask, 1.0, facts)
+
+
+def lines_of_python(games: int, tokens: int, run_dir: Path) -> int:
+    """Lines of this package that are executed between the episodes of an update and their advantages."""
+    episodes = [played(group, sample, tokens) for group in range(games) for sample in range(4)]
+    scores = {one.key: one.old_log_probs + 0.1 for one in episodes}
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if "agentopsd" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        check_batch(episodes, step=5, games=games, group_size=4, max_logprob_gap=0.1, run_dir=run_dir)
+        advantages, rates = [1.0 if one.won else -1.0 for one in episodes], [0.25] * len(episodes)
+        credit_episodes(episodes, advantages, rates, scores, METHODS["agentopsd"], CreditConfig(), [0, 5])
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_no_line_of_python_runs_once_per_token_and_rows_cost_the_same_each(tmp_path: Path):
+    """Longer turns cost no line more; eight times as many games less than eight times as many lines."""
+    few = lines_of_python(2, 4, tmp_path)
+    assert lines_of_python(2, 64, tmp_path) == few
+    assert few < lines_of_python(16, 4, tmp_path) <= 8 * few
+    assert few <= 140 * 8, "140 lines an episode, with the contract and the control's dealing"

@@ -220,11 +220,12 @@ def validate(config: DictConfig) -> None:
 
 
 def _problems(config: DictConfig) -> list[str]:
-    problems = _section_problems(config)
-    if problems or value_checks.unreadable(config):  # the checks below read everything
-        return [*problems, *value_checks.problems(config)]
-    problems = [
-        *value_checks.problems(config),
+    unread = value_checks.unreadable(config)
+    sections = _section_problems(config)
+    problems = [*sections, *value_checks.problems(config, unread)]
+    if unread or sections:
+        return problems  # the checks below read every key
+    problems += [
         *_method_problems(config),
         *_teacher_problems(config),
         *_env_problems(config),
@@ -257,7 +258,7 @@ def _unknown_keys(path: str, known: Any, given: Any, shipped: Mapping[str, Any])
             problems += _unknown_keys(f"{path}.{key}", known[key], value, shipped)
             continue
         close = suggest(f"{path}.{key}", shipped)
-        hint = f"did you mean {close}?" if close else f"leave it out (known here: {', '.join(known)})"
+        hint = f"did you mean {close}?" if close and close != path else f"leave it out (known here: {', '.join(known)})"
         problems.append(f"{path}.{key}: unknown key, nothing reads it; {hint}")
     return problems
 

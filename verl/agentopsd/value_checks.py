@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,7 @@ def unreadable(config: DictConfig) -> list[Unreadable]:
     by_error: dict[str, list[Unreadable]] = {}
     found = []
     for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
-        if text == _MISSING and (key in CHECKS or key.startswith(_OWN)):
+        if text == _MISSING and (key in CHECKS or key.startswith(_OWN) or key == "algorithm.adv_estimator"):
             found.append(Unreadable(key, text, "missing"))
         if "${" not in text:
             continue
@@ -191,9 +191,8 @@ def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(value, f"{prefix}[{index}]")
 
 
-def problems(config: DictConfig) -> list[str]:
-    """One line per value that cannot be; keys that the configuration lacks are left to their readers."""
-    unread = unreadable(config)
+def problems(config: DictConfig, unread: Sequence[Unreadable]) -> list[str]:
+    """One line per value that cannot be or be read; keys that the configuration lacks are left to their readers."""
     skipped = {one.key for one in unread}
     found = []
     for key, check in CHECKS.items():
