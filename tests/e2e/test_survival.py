@@ -121,7 +121,7 @@ def digest(folder: Path) -> str:
         ("engine", "rollout", "games could not be played|the rollout server 0 has died"),
         ("player", "rollout", "the agent-loop worker 0 has died"),
         ("engine", "update", "the engine of the rollout server 0 has died.*continues from the last checkpoint"),
-        ("learner", "rollout", "the training worker 0 has died"),
+        ("learner", "rollout", "the training worker 0 has died|a worker process has died"),
         ("learner", "update", "a worker process has died: .*continues from the last checkpoint"),
     ],
 )
