@@ -181,24 +181,26 @@ def test_a_run_over_two_nodes_is_the_run_on_one(over_two_nodes: Run, run: Run):
         assert [turn.advantage for turn in ours.turns] == pytest.approx(
             [turn.advantage for turn in theirs.turns], abs=1e-6
         )
-    assert two.metrics[1]["actor/grad_norm"] == pytest.approx(run.metrics[1]["actor/grad_norm"], rel=0.05)
+    assert two.metrics[1]["actor/grad_norm"] == pytest.approx(run.metrics[1]["actor/grad_norm"], rel=1e-4)
     assert two.metrics[1]["rollout/logprob_gap_abs_max"] < 1e-4
 
 
 def test_both_ranks_together_learn_what_one_learns(over_two_nodes: Run, run: Run):
-    """The merged parameters after an update of two optimizer steps, of about the learning rate each."""
+    """The merged parameters after an update: apart by the rounding of sums in another order.
+
+    Adam divides a gradient by its own size, so that the rounding of one near 0 becomes a visible part of a step: single
+    parameters were 1.7 % of the largest step apart, all together 0.0035 % of the way. Rows in another mini-batch, or
+    twice, or left out, would turn the whole step.
+    """
     from transformers import AutoModelForCausalLM
 
     start = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).state_dict()
     two, one = over_two_nodes.checkpoint(1), run.checkpoint(1)
-    assert two.keys() == one.keys() and {name: value.shape for name, value in two.items()} == {
-        name: value.shape for name, value in one.items()
-    }
+    assert {name: value.shape for name, value in two.items()} == {name: value.shape for name, value in one.items()}
     moved, apart = (torch.cat([(a[name] - b[name]).flatten() for name in one]) for a, b in ((one, start), (two, one)))
-    print(f"moved {moved.abs().max():.2e}, apart {apart.abs().max():.2e}, {(apart.norm() / moved.norm()):.2e} of it")
-    print("gradient norms", run.metrics[1]["actor/grad_norm"], over_two_nodes.metrics[1]["actor/grad_norm"])
-    for limit in (1e-7, 1e-6, 2e-6, 1e-5, 1e-4):
-        print(limit, float((apart.abs() > limit).float().mean()))
+    assert moved.abs().max() > 1e-4, "of a learning rate of 3e-4"
+    assert apart.abs().max() < 0.05 * moved.abs().max()
+    assert apart.norm() < 1e-3 * moved.norm()
 
 
 def test_every_node_trains_and_samples(over_two_nodes: Run, cluster: Cluster):
@@ -300,7 +302,8 @@ def test_a_job_whose_driver_is_killed_leaves_no_process(submit: Callable[..., tu
     (driver,) = drivers(cluster, done.directory)
     driver.kill()
     gone(cluster, done.directory)
-    assert "FAILED" in wait_for("the end of the job", lambda: over(cluster, job), PROMISED_SECONDS)
+    status = lambda: cluster.ray("job", "status", job)  # noqa: E731
+    wait_for("the failure of the job", lambda: "failed" in status(), PROMISED_SECONDS, status)
     assert len(nodes_of(cluster)) == 2
 
 
@@ -312,12 +315,6 @@ def drivers(cluster: Cluster, directory: Path) -> list[psutil.Process]:
             if f"run_dir={directory}" in process.cmdline():
                 found.append(process)
     return [process for process in found if process.ppid() not in {other.pid for other in found}]
-
-
-def over(cluster: Cluster, job: str) -> str:
-    """What ``ray job status`` says of a job that has ended, and nothing before."""
-    said = cluster.ray("job", "status", job)
-    return said if any(word in said for word in ("FAILED", "STOPPED", "SUCCEEDED")) else ""
 
 
 def test_a_stopped_job_completes_its_update_saves_and_goes(submit: Callable[..., tuple[Run, str]], cluster: Cluster):
