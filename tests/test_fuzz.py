@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from verl.agentopsd import value_checks
+from verl.agentopsd import run_guard, value_checks
 from verl.agentopsd.config import ConfigError, validate
 from verl.agentopsd.envs.alfworld.game import GameFileError, parse_game
 from verl.agentopsd.envs.alfworld.games import discover, load_game
@@ -148,6 +148,13 @@ def own_keys(config: DictConfig) -> list[str]:
     return sorted({*found, *checked, "algorithm.adv_estimator"})
 
 
+def readers(config: DictConfig, key: str) -> list[str]:
+    """Keys that repeat ``key``, or are computed from it, over any number of steps."""
+    raw = run_guard._leaves(OmegaConf.to_container(config, resolve=False))
+    direct = [name for name, value in raw if isinstance(value, str) and f"${{{key}}}" in value]
+    return [*direct, *(further for name in direct for further in readers(config, name))]
+
+
 @settings(FUZZ, max_examples=50)
 @given(data=st.data())
 def test_any_setting_is_taken_or_refused_with_a_sentence(composed: DictConfig, data: st.DataObject):
@@ -159,7 +166,8 @@ def test_any_setting_is_taken_or_refused_with_a_sentence(composed: DictConfig, d
     try:
         validate(config)
     except ConfigError as error:
-        assert any(key in str(error) for key in keys), error
+        named = [*keys, *(reader for key in keys for reader in readers(composed, key))]
+        assert any(key in str(error) for key in named), error
 
 
 @pytest.mark.parametrize("value", ["${x}", "${x:1}", "???"])
